@@ -1,0 +1,59 @@
+"""From a PyTorch checkpoint to a served model, every step proved equal to the model it came from.
+
+    import deployer
+
+    checkpoint = deployer.load_checkpoint("examples/digits/checkpoint")
+    bundle, report = deployer.export(checkpoint, deployer.Target("onnx"), "build")
+    with deployer.open_bundle(bundle.path) as run:
+        logits = run({"image": images})["logits"]
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deployer.bench import bench
+    from deployer.checkpoint import load_checkpoint, save_checkpoint
+    from deployer.export import export
+    from deployer.formats import Target
+    from deployer.package import package
+    from deployer.runtime import open_bundle
+    from deployer.spec import Dim, ModelSpec, TensorSpec
+    from deployer.validate import validate
+
+__all__ = [
+    "Dim",
+    "ModelSpec",
+    "Target",
+    "TensorSpec",
+    "bench",
+    "export",
+    "load_checkpoint",
+    "open_bundle",
+    "package",
+    "save_checkpoint",
+    "validate",
+]
+
+_HOME = {
+    "Dim": "spec",
+    "ModelSpec": "spec",
+    "Target": "formats",
+    "TensorSpec": "spec",
+    "bench": "bench",
+    "export": "export",
+    "load_checkpoint": "checkpoint",
+    "open_bundle": "runtime",
+    "package": "package",
+    "save_checkpoint": "checkpoint",
+    "validate": "validate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `import deployer` alone costs no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'deployer' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"deployer.{_HOME[name]}"), name)

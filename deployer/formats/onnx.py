@@ -1,0 +1,117 @@
+"""ONNX through PyTorch's dynamo exporter, run by ONNX Runtime."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deployer.errors import ExportError, MachineError, first_line
+from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
+from deployer.formats.traceable import export_program
+from deployer.spec import Array, Arrays, ModelSpec
+
+_ARTIFACT = "model.onnx"
+_SINGLE_FILE_LIMIT_BYTES = 1_500_000_000  # protobuf stops at 2 GiB; larger weights go to model.onnx.data
+
+
+def export(job: ExportJob) -> dict[str, Any]:
+    """Write `model.onnx` (weights beside it beyond 1.5 GB). Raises ExportError, also when an axis came out fixed."""
+    program = export_program(job)
+    try:
+        onnx_program = torch.onnx.export(
+            program,
+            dynamo=True,
+            optimize=True,
+            verbose=False,
+            input_names=[tensor.name for tensor in job.spec.inputs],
+            output_names=[tensor.name for tensor in job.spec.outputs],
+        )
+    except Exception as error:  # the exporter wraps whatever went wrong
+        raise ExportError(f"the ONNX exporter failed with {type(error).__name__}: {first_line(error)}") from error
+    if onnx_program is None:
+        raise ExportError("the ONNX exporter returned nothing")
+    _name_axes(onnx_program.model, job.spec, program)
+    weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
+    onnx_program.save(str(job.folder / _ARTIFACT), external_data=weights_bytes > _SINGLE_FILE_LIMIT_BYTES)
+    opset = check_axes(job.folder / _ARTIFACT, job.spec)
+    return {"opset": opset}
+
+
+def _name_axes(model: Any, spec: ModelSpec, program: torch.export.ExportedProgram) -> None:
+    """Give the exporter's symbols (`s95`) the names of the spec's Dims, throughout the graph."""
+    import onnx_ir
+
+    names: dict[str, str] = {}
+    for value, tensor in zip(model.graph.inputs, spec.inputs, strict=True):
+        for found, size in zip(value.shape, tensor.shape, strict=True):
+            if isinstance(size, str) and isinstance(found, onnx_ir.SymbolicDim) and found.value:
+                names[found.value] = size
+    if not names:
+        return
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    values = [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]
+    for value in values:
+        if value.shape is None:
+            continue
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, onnx_ir.SymbolicDim) and size.value:
+                value.shape[axis] = pattern.sub(lambda match: names[match[1]], size.value)
+
+
+def check_axes(path: Path, spec: ModelSpec) -> int:
+    """Read inputs and axes back from the written file; returns its opset version.
+
+    The exporter has been seen to write a fixed batch though it was declared dynamic. Raises ExportError naming the
+    input and axis.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    written = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
+    for tensor in spec.inputs:
+        if tensor.name not in written:
+            raise ExportError(f"the ONNX file lost the input '{tensor.name}'")
+        for axis, (size, found) in enumerate(zip(tensor.shape, written[tensor.name], strict=True)):
+            dynamic = isinstance(size, str) and spec.dims[size].min < spec.dims[size].max
+            if dynamic and not found.dim_param:
+                raise ExportError(
+                    f"the ONNX exporter fixed axis {axis} ('{size}') of '{tensor.name}' to {found.dim_value}: "
+                    "the model uses its size as a Python number; use x.shape or a size of -1 in its place"
+                )
+    return next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+
+
+def load(job: LoadJob) -> Loaded:
+    """Open a session on the CPU; what ONNX Runtime really loaded is read back. Raises MachineError on a mismatch."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if job.threads is not None:
+        options.intra_op_num_threads = job.threads
+    wanted = ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(str(job.folder / _ARTIFACT), options, providers=wanted)
+    if session.get_providers() != wanted:
+        raise MachineError(f"ONNX Runtime loaded {session.get_providers()} where {wanted} was asked for")
+    names = [tensor.name for tensor in job.spec.outputs]
+
+    def call(arrays: Arrays) -> dict[str, Array]:
+        return dict(zip(names, session.run(names, dict(arrays)), strict=True))
+
+    return Loaded(call, f"onnxruntime {onnxruntime.__version__} {wanted[0]}")
+
+
+FORMAT = Format(
+    name="onnx",
+    artifact=_ARTIFACT,
+    summary="dynamo exporter, run by ONNX Runtime",
+    export=export,
+    load=load,
+    modules=("onnx", "onnxscript", "onnxruntime"),
+    run_modules=("onnxruntime",),
+    extra="cpu",
+    tools=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
+)

@@ -1,0 +1,42 @@
+"""What this machine is: architecture and CPU features, as far as compiled artifacts depend on them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+#: x86 feature flags that compilers emit instructions for under -march=native
+_ISA_FLAGS = re.compile(
+    r"^(sse\w*|ssse3|avx\w*|amx\w*|fma|f16c|bmi[12]|abm|popcnt|movbe|adx|sha_ni|vaes|vpclmulqdq|gfni|asimd\w*|sve\w*)$"
+)
+
+
+def architecture() -> str:
+    """`x86_64`, `aarch64`, …"""
+    return platform.machine()
+
+
+def cpu_features() -> tuple[str, ...]:
+    """The instruction-set flags of this CPU, sorted; empty where /proc/cpuinfo does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ()
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
+    return tuple(sorted(flag for flag in set(found[1].split()) if _ISA_FLAGS.match(flag))) if found else ()
+
+
+def cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or "unknown CPU"
+    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or "unknown CPU"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on (a container's or taskset's limit, not the machine's count)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,188 @@
+"""What a model takes and gives: names, dtypes, shapes, dynamic axes.
+
+A shape is a tuple of ints and of names of Dims; the Dims themselves stand once, in `ModelSpec.dims`, so that two
+tensors which share an axis cannot disagree about it. The batch axis of a tensor is where the Dim named by
+`ModelSpec.batch` stands in its shape: axis 0 or any other, or nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from deployer.errors import RequestError, SpecError, nearest
+
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
+
+#: dtypes that cross every border (numpy, torch, ONNX, JSON) unchanged
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+
+#: an output axis whose size follows from the data or from arithmetic on a Dim, and is not checked
+ANY = "?"
+
+
+class Dim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named dynamic axis. `typical` is the size to tune for; sizes outside min..max are refused."""
+
+    min: int = 1
+    typical: int = 8
+    max: int = 64
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.typical <= self.max:
+            raise SpecError(
+                f"a dynamic axis needs 1 ≤ min ≤ typical ≤ max, got min={self.min}, "
+                f"typical={self.typical}, max={self.max}"
+            )
+
+    def sizes(self) -> list[int]:
+        """The sizes that the gate tries: min, 2, 3, 7, typical, max, as far as they are legal; ascending."""
+        return sorted({size for size in (self.min, 2, 3, 7, self.typical, self.max) if self.min <= size <= self.max})
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One named input or output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name.replace(".", "_").isidentifier():
+            raise SpecError(f"tensor name '{self.name}' is not an identifier; use letters, digits and _")
+        if self.dtype not in DTYPES:
+            raise SpecError(f"'{self.name}' has dtype {self.dtype}, which no format here carries{nearest(self.dtype, DTYPES)}")
+        for size in self.shape:
+            if isinstance(size, int) and size < 0:
+                raise SpecError(f"'{self.name}' has the negative size {size} in its shape; name a dynamic axis instead")
+
+    def axis_of(self, dim: str | None) -> int | None:
+        """The axis along which this tensor has the Dim `dim`, or None."""
+        return self.shape.index(dim) if dim is not None and dim in self.shape else None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Inputs, outputs and dynamic axes of one model; `batch` names the Dim along which requests are stacked."""
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...] = ()
+    dims: dict[str, Dim] = {}
+    batch: str | None = None
+    version: str = "1.0"
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name.replace("-", "_").replace(".", "_").isidentifier():
+            raise SpecError(f"model name '{self.name}' is not usable in a path and a URL; use letters, digits, '-', '_', '.'")
+        if not self.inputs:
+            raise SpecError("a model needs at least one input")
+        for kind, tensors in (("input", self.inputs), ("output", self.outputs)):
+            names = [tensor.name for tensor in tensors]
+            if len(set(names)) != len(names):
+                raise SpecError(f"two {kind}s have the same name: {', '.join(names)}")
+        for tensor in (*self.inputs, *self.outputs):
+            named = [size for size in tensor.shape if isinstance(size, str) and size != ANY]
+            for dim in named:
+                if dim not in self.dims:
+                    raise SpecError(f"'{tensor.name}' uses the axis '{dim}', which dims does not declare{nearest(dim, self.dims)}")
+            if self.batch and named.count(self.batch) > 1:
+                raise SpecError(f"'{tensor.name}' has the batch axis '{self.batch}' twice")
+        for tensor in self.inputs:
+            if ANY in tensor.shape:
+                raise SpecError(f"input '{tensor.name}' has an axis '{ANY}'; give it a size or a named dynamic axis")
+        if self.batch is not None and self.batch not in self.dims:
+            raise SpecError(f"the batch axis '{self.batch}' is not among dims{nearest(self.batch, self.dims)}")
+        unused = set(self.dims) - {size for tensor in self.inputs for size in tensor.shape}
+        if unused:
+            raise SpecError(f"no input has the dynamic axis '{sorted(unused)[0]}'; remove it from dims")
+
+    def input(self, name: str) -> TensorSpec:
+        return next(tensor for tensor in self.inputs if tensor.name == name)
+
+    @property
+    def stackable(self) -> bool:
+        """True when every input and output has the batch axis, so that requests can share one run."""
+        return self.batch is not None and all(
+            tensor.axis_of(self.batch) is not None for tensor in (*self.inputs, *self.outputs)
+        )
+
+    def check_inputs(self, arrays: Arrays) -> dict[str, int]:
+        """Hold named arrays to this spec; returns the size of each Dim.
+
+        Raises RequestError that names the input at fault, what was expected and what arrived.
+        """
+        expected_names = [tensor.name for tensor in self.inputs]
+        for name in arrays:
+            if name not in expected_names:
+                raise RequestError(
+                    f"unknown input '{name}'{nearest(name, expected_names)}", field=name,
+                    expected=", ".join(expected_names), got=name,
+                )  # fmt: skip
+        sizes: dict[str, int] = {}
+        for tensor in self.inputs:
+            if tensor.name not in arrays:
+                raise RequestError(
+                    f"input '{tensor.name}' is missing; expected {tensor}", field=tensor.name,
+                    expected=str(tensor), got=", ".join(arrays) or "nothing",
+                )  # fmt: skip
+            self._check_input(tensor, arrays[tensor.name], sizes)
+        return sizes
+
+    def _check_input(self, tensor: TensorSpec, array: Array, sizes: dict[str, int]) -> None:
+        got = f"{array.dtype.name}{list(array.shape)}"
+
+        def refuse(reason: str) -> RequestError:
+            return RequestError(
+                f"input '{tensor.name}' {reason}: expected {tensor}, got {got}",
+                field=tensor.name, expected=str(tensor), got=got,
+            )  # fmt: skip
+
+        if array.dtype.name != tensor.dtype:
+            raise refuse("has the wrong dtype")
+        if array.ndim != len(tensor.shape):
+            raise refuse("has the wrong number of axes")
+        for axis, (size, expected) in enumerate(zip(array.shape, tensor.shape, strict=True)):
+            if isinstance(expected, int):
+                if size != expected:
+                    raise refuse(f"has size {size} on axis {axis} instead of {expected}")
+                continue
+            dim = self.dims[expected]
+            if not dim.min <= size <= dim.max:
+                raise refuse(f"has size {size} on axis {axis} ('{expected}', allowed {dim.min} to {dim.max})")
+            if sizes.setdefault(expected, size) != size:
+                raise refuse(f"has size {size} on axis {axis} where another input has {expected}={sizes[expected]}")
+
+    def check_outputs(self, arrays: Arrays, sizes: Mapping[str, int]) -> None:
+        """Hold what an artifact answered to this spec. Raises SpecError naming the output."""
+        names = [tensor.name for tensor in self.outputs]
+        if sorted(arrays) != sorted(names):
+            raise SpecError(f"outputs {sorted(arrays)} instead of {sorted(names)}")
+        for tensor in self.outputs:
+            array = arrays[tensor.name]
+            expected = [sizes.get(size, size) if isinstance(size, str) else size for size in tensor.shape]
+            fits = array.ndim == len(expected) and all(
+                want == ANY or want == size for want, size in zip(expected, array.shape, strict=True)
+            )
+            if not fits or array.dtype.name != tensor.dtype:
+                raise SpecError(f"output {tensor} came as {array.dtype.name}{list(array.shape)} at {dict(sizes)}")
+
+
+def decode_spec(data: Any) -> ModelSpec:
+    """A ModelSpec from parsed JSON or YAML. Raises SpecError with the path of the fault."""
+    try:
+        return msgspec.convert(data, ModelSpec)
+    except msgspec.ValidationError as error:
+        raise SpecError(f"spec: {error}") from error
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(name)
