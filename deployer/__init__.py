@@ -1,11 +1,11 @@
 """From a PyTorch checkpoint to a served model, every step proved equal to the model it came from.
 
-    import deployer
+import deployer
 
-    checkpoint = deployer.load_checkpoint("examples/digits/checkpoint")
-    bundle, report = deployer.export(checkpoint, deployer.Target("onnx"), "build")
-    with deployer.open_bundle(bundle.path) as run:
-        logits = run({"image": images})["logits"]
+checkpoint = deployer.load_checkpoint("examples/digits/checkpoint")
+bundle, report = deployer.export(checkpoint, deployer.Target("onnx"), "build")
+with deployer.open_bundle(bundle.path) as run:
+    logits = run({"image": images})["logits"]
 """
 
 from __future__ import annotations

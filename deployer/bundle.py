@@ -1,6 +1,6 @@
 """The exported folder.
 
-    manifest.json            schema_version, spec, target, hashes of every file, source checkpoint, tool versions, CPU needs
+    manifest.json            schema_version, spec, target, hashes of files, source, tool versions, CPU needs
     manifest.json.sha256     the manifest's own hash
     model.*                  the artifact, under the names that its format gives
     samples.safetensors      real inputs (`inputs.NAME`) and the eager reference outputs (`outputs.NAME`)
@@ -131,7 +131,9 @@ def read_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
     except msgspec.DecodeError as error:
         raise BundleError(f"'{folder / MANIFEST}' cannot be read by this deployer: {error}") from error
     if manifest.schema_version != SCHEMA_VERSION:
-        raise BundleError(f"'{folder}' has schema_version {manifest.schema_version}; this deployer reads {SCHEMA_VERSION}")
+        raise BundleError(
+            f"'{folder}' has schema_version {manifest.schema_version}; this deployer reads {SCHEMA_VERSION}"
+        )
     if verify:
         _verify_files(folder, manifest)
     return Bundle(folder, manifest)

@@ -117,11 +117,10 @@ def publish_folder(staging: Path, final: Path) -> None:
 def _exchange(one: Path, other: Path) -> None:
     """Swap two names in one system call (renameat2 with RENAME_EXCHANGE, Linux 3.15)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
-        != 0
-    ):
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) != 0:
         code = ctypes.get_errno()
         raise OSError(
-            code, f"{os.strerror(code)}: this file system cannot swap folders; remove the old one first", str(other)
+            code,
+            f"{os.strerror(code)}: this file system cannot swap folders; remove the old one first",
+            str(other),
         )

@@ -40,7 +40,7 @@ def load_reference(reference: str, folder: Path | None = None) -> Callable[..., 
         module = _import_file((folder or Path()) / source) if source.endswith(".py") else _import_module(source)
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001 - user code may raise anything while it is imported
+    except Exception as error:
         raise ModelError(
             f"importing '{source}' for '{reference}' failed with {type(error).__name__}: {first_line(error)}"
         ) from error

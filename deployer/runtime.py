@@ -60,7 +60,7 @@ def preflight(manifest: Manifest) -> None:
         )
     if lacking := sorted(set(needs.cpu_features) - set(cpu_features())):
         raise MachineError(
-            f"the artifact uses CPU features that this machine lacks ({', '.join(lacking)}); export it on a CPU like this"
+            f"the artifact uses CPU features that this machine lacks ({', '.join(lacking)}); export it here"
         )
 
 

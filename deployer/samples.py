@@ -23,7 +23,7 @@ def read_samples(source: str | Path, folder: Path | None = None) -> dict[str, Ar
     Raises SampleError naming the source.
     """
     text = str(source)
-    if not isinstance(source, Path) and ":" in text and not Path(text).suffix.lower() in (".npz", ".safetensors"):
+    if not isinstance(source, Path) and ":" in text and Path(text).suffix.lower() not in (".npz", ".safetensors"):
         return _from_function(text, folder)
     path = (folder or Path()) / text
     try:
@@ -50,7 +50,7 @@ def _from_function(reference: str, folder: Path | None) -> dict[str, Array]:
         value: Any = function()
     except DeployerError:
         raise
-    except Exception as error:  # noqa: BLE001 - user code may raise anything
+    except Exception as error:
         raise SampleError(f"'{reference}' failed with {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(value, Mapping):
         raise SampleError(f"'{reference}' returned a {type(value).__name__}; a mapping of names to arrays is expected")

@@ -56,7 +56,9 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.name.replace(".", "_").isidentifier():
             raise SpecError(f"tensor name '{self.name}' is not an identifier; use letters, digits and _")
         if self.dtype not in DTYPES:
-            raise SpecError(f"'{self.name}' has dtype {self.dtype}, which no format here carries{nearest(self.dtype, DTYPES)}")
+            raise SpecError(
+                f"'{self.name}' has dtype {self.dtype}, which no format here carries{nearest(self.dtype, DTYPES)}"
+            )
         for size in self.shape:
             if isinstance(size, int) and size < 0:
                 raise SpecError(f"'{self.name}' has the negative size {size} in its shape; name a dynamic axis instead")
@@ -82,7 +84,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.name.replace("-", "_").replace(".", "_").isidentifier():
-            raise SpecError(f"model name '{self.name}' is not usable in a path and a URL; use letters, digits, '-', '_', '.'")
+            raise SpecError(
+                f"model name '{self.name}' is not usable in a path and a URL; use letters, digits, '-', '_', '.'"
+            )
         if not self.inputs:
             raise SpecError("a model needs at least one input")
         for kind, tensors in (("input", self.inputs), ("output", self.outputs)):
@@ -93,7 +97,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             named = [size for size in tensor.shape if isinstance(size, str) and size != ANY]
             for dim in named:
                 if dim not in self.dims:
-                    raise SpecError(f"'{tensor.name}' uses the axis '{dim}', which dims does not declare{nearest(dim, self.dims)}")
+                    raise SpecError(
+                        f"'{tensor.name}' uses the axis '{dim}', which dims does not declare{nearest(dim, self.dims)}"
+                    )
             if self.batch and named.count(self.batch) > 1:
                 raise SpecError(f"'{tensor.name}' has the batch axis '{self.batch}' twice")
         for tensor in self.inputs:
@@ -170,7 +176,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             array = arrays[tensor.name]
             expected = [sizes.get(size, size) if isinstance(size, str) else size for size in tensor.shape]
             fits = array.ndim == len(expected) and all(
-                want == ANY or want == size for want, size in zip(expected, array.shape, strict=True)
+                want in (ANY, size) for want, size in zip(expected, array.shape, strict=True)
             )
             if not fits or array.dtype.name != tensor.dtype:
                 raise SpecError(f"output {tensor} came as {array.dtype.name}{list(array.shape)} at {dict(sizes)}")

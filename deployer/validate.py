@@ -68,7 +68,7 @@ class OutputCheck(msgspec.Struct, frozen=True):
 
 
 class ValidationReport(msgspec.Struct, frozen=True):
-    """What `validation.json` holds. `noise` is by output: the largest difference of a row alone to itself in a batch."""
+    """What `validation.json` holds. `noise` is by output: a row alone against itself in a batch, the largest."""
 
     passed: bool
     reasons: tuple[str, ...]
@@ -137,7 +137,7 @@ def make_reference(checkpoint: Checkpoint) -> Reference:
     for name in once:
         if not np.array_equal(once[name], twice[name], equal_nan=once[name].dtype.kind == "f"):
             raise GateError(
-                f"the model is not deterministic in eval mode: output '{name}' differs between two runs on the same input; "
+                f"the model is not deterministic in eval mode: output '{name}' differs between two runs on one input; "
                 "look for dropout called without `training=self.training`, or noise drawn in forward"
             )
     outputs = {case.name: run_eager(model, spec, case.inputs(spec, samples)) for case in cases_for(spec)}
@@ -205,7 +205,10 @@ def compare(case: str, name: str, got: Array, expected: Array, tolerance: Tolera
     """Hold one output of an artifact to the eager model's."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return OutputCheck(
-            case, name, False, f"{got.dtype}{list(got.shape)} instead of {expected.dtype}{list(expected.shape)}"
+            case,
+            name,
+            False,
+            f"{got.dtype}{list(got.shape)} instead of {expected.dtype}{list(expected.shape)}",
         )
     if expected.dtype.kind != "f":
         wrong = int(np.count_nonzero(got != expected))
@@ -236,7 +239,7 @@ def _compare_floats(
         reason = f"largest error {float(error.max()):.3g} is {ratio:.3g} times what is allowed (output rms {scale:.3g})"
     norms = float(np.linalg.norm(answer) * np.linalg.norm(reference))
     agreement = None
-    if expected.ndim >= 2 and 1 < expected.shape[-1] and expected.size and not nan_count:
+    if expected.ndim >= 2 and expected.shape[-1] > 1 and expected.size and not nan_count:
         agreement = float(np.mean(np.argmax(got, axis=-1) == np.argmax(expected, axis=-1)))
     return OutputCheck(
         case,
@@ -273,7 +276,14 @@ def run_gate(
         ]
     reasons = tuple(f"{check.output} at {check.case}: {check.reason}" for check in checks if not check.passed)
     return ValidationReport(
-        not reasons, reasons, tuple(checks), engine, precision, tolerance, reference.noise, reference.batch_independent
+        not reasons,
+        reasons,
+        tuple(checks),
+        engine,
+        precision,
+        tolerance,
+        reference.noise,
+        reference.batch_independent,
     )
 
 
@@ -288,7 +298,9 @@ def read_references(bundle: Bundle, noise: dict[str, float]) -> Reference:
     for key, array in load_file(bundle.path / REFERENCES).items():
         case, _, name = key.rpartition("/")
         outputs.setdefault(case, {})[name] = array
-    ordered = {case: {tensor.name: arrays[tensor.name] for tensor in bundle.spec.outputs} for case, arrays in outputs.items()}
+    ordered = {
+        case: {tensor.name: arrays[tensor.name] for tensor in bundle.spec.outputs} for case, arrays in outputs.items()
+    }
     return Reference(ordered, noise, bundle.manifest.batch_independent)
 
 

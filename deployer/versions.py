@@ -17,4 +17,7 @@ def version_of(distribution: str) -> str | None:
 def tool_versions(*distributions: str) -> dict[str, str]:
     """Python's version and that of each distribution that is installed."""
     found = {name: version_of(name) for name in ("deployer", *distributions)}
-    return {"python": platform.python_version(), **{name: text for name, text in found.items() if text is not None}}
+    return {
+        "python": platform.python_version(),
+        **{name: text for name, text in found.items() if text is not None},
+    }

@@ -62,7 +62,7 @@ def build_model(reference: str, args: Mapping[str, Any], folder: Path | None = N
         pass  # builtins have no signature; the call below tells
     try:
         model = factory(**args)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything
+    except Exception as error:
         raise ModelError(f"'{reference}' failed with {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"'{reference}' returned a {type(model).__name__}; a torch.nn.Module is expected")
@@ -113,8 +113,8 @@ def _from_folder(
     if model is None:
         if not is_file_reference(record.model):
             raise ModelError(
-                f"'{folder}' asks for the model '{record.model}'; code named by a checkpoint runs only when you name it "
-                f"too: add --model {record.model}"
+                f"'{folder}' asks for the model '{record.model}'; code that a checkpoint names runs only when you "
+                f"name it too: add --model {record.model}"
             )
         if Path(split_reference(record.model)[0]).name != split_reference(record.model)[0]:
             raise ModelError(f"'{folder / RECORD}' names the model file '{record.model}' outside the folder")
@@ -149,10 +149,7 @@ def _from_parts(
             "run `deployer init` and fill deployer.yaml, or give a checkpoint folder"
         )
     state = read_weights(path) if path is not None else None
-    if path is not None:
-        digest = sha256_of(path)
-    else:
-        digest = _factory_digest(model, args)
+    digest = sha256_of(path) if path is not None else _factory_digest(model, args)
     return Checkpoint(
         model=model, args=args, state=state, spec=spec, samples=_samples(spec, samples),
         source=str(path) if path is not None else model, sha256=digest,

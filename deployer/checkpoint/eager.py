@@ -64,7 +64,9 @@ def named_outputs(value: Any, spec: ModelSpec) -> dict[str, Tensor]:
     positional = isinstance(value, Tensor) or (_fields(value) is None and all("." not in name for name in tensors))
     if positional:
         if len(tensors) != len(names):
-            raise SpecError(f"the model returned {len(tensors)} outputs, the spec names {len(names)}: {', '.join(names)}")
+            raise SpecError(
+                f"the model returned {len(tensors)} outputs, the spec names {len(names)}: {', '.join(names)}"
+            )
         return dict(zip(names, tensors.values(), strict=True))
     if sorted(tensors) != sorted(names):
         raise SpecError(f"the model returned the outputs {sorted(tensors)}, the spec names {sorted(names)}")
@@ -89,7 +91,7 @@ def call_model(model: nn.Module, arrays: Arrays) -> Any:
     try:
         with torch.no_grad():
             return model(**tensors)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything
+    except Exception as error:
         shapes = ", ".join(f"{name}{list(array.shape)}" for name, array in arrays.items())
         raise ModelError(f"the model failed on {shapes} with {type(error).__name__}: {first_line(error)}") from error
 

@@ -78,7 +78,10 @@ def save_checkpoint(
             shutil.copyfile(source, staging / Path(source).name)
             factory = f"{Path(source).name}:{name}"
         # A tied weight is written under each of its names: the folder is plain, a loader needs no rule for it.
-        save_tensors({key: tensor.detach().cpu().clone() for key, tensor in model.state_dict().items()}, staging / WEIGHTS)
+        save_tensors(
+            {key: tensor.detach().cpu().clone() for key, tensor in model.state_dict().items()},
+            staging / WEIGHTS,
+        )
         save_arrays({key: np.ascontiguousarray(array) for key, array in named.items()}, staging / SAMPLES)
         hashes = {path.name: sha256_of(path) for path in sorted(staging.iterdir())}
         record = CheckpointRecord(
@@ -102,7 +105,9 @@ def read_record(folder: Path) -> CheckpointRecord:
     except msgspec.DecodeError as error:
         raise CheckpointError(f"'{path}' cannot be read: {error}") from error
     if record.schema_version != SCHEMA_VERSION:
-        raise CheckpointError(f"'{path}' has schema_version {record.schema_version}; this deployer reads {SCHEMA_VERSION}")
+        raise CheckpointError(
+            f"'{path}' has schema_version {record.schema_version}; this deployer reads {SCHEMA_VERSION}"
+        )
     for name, expected in record.sha256.items():
         if Path(name).name != name:
             raise CheckpointError(f"'{path}' names the file '{name}' outside the folder")

@@ -36,7 +36,13 @@ def probe_outputs(model: nn.Module, spec: ModelSpec, samples: Arrays) -> ModelSp
                     axes[name][axis] = dim if (before, after) == (size, other[dim]) and axes[name][axis] != ANY else ANY
     outputs = tuple(TensorSpec(name, dtype, tuple(axes[name])) for name, (dtype, _) in shapes.items())
     return ModelSpec(
-        spec.name, spec.inputs, outputs, dims=spec.dims, batch=spec.batch, version=spec.version, labels=spec.labels
+        spec.name,
+        spec.inputs,
+        outputs,
+        dims=spec.dims,
+        batch=spec.batch,
+        version=spec.version,
+        labels=spec.labels,
     )
 
 
@@ -114,7 +120,9 @@ def _probe_sequences(
             for key in keys:
                 shapes[key][axis] = dim
         else:
-            notes.append(f"axis {axis} of {', '.join(keys)} also runs at other sizes; name it in dims to make it dynamic")
+            notes.append(
+                f"axis {axis} of {', '.join(keys)} also runs at other sizes; name it in dims to make it dynamic"
+            )
 
 
 def _shorter(array: Array, axis: int, shorten: bool) -> Array:

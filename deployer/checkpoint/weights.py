@@ -52,7 +52,7 @@ def _torch_load(path: Path, size_bytes: int) -> Any:
     try:
         # mmap needs the zip container; the legacy pickle stream starts with \x80
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # noqa: BLE001 - torch raises anything from OSError to UnpicklingError on bad bytes
+    except Exception as error:
         text = str(error)
         if named := re.search(r"GLOBAL (\S+)|Unsupported (?:global|class)\W+(\S+)", text):
             name = (named[1] or named[2]).strip("`'\".,")
@@ -76,7 +76,9 @@ def _find_state_dict(value: Any, path: Path) -> StateDict:
             return dict(value[found[0]])
         keys = ", ".join(map(str, list(value)[:12]))
         if found:
-            raise CheckpointError(f"'{path}' holds several sets of weights ({', '.join(found)}); save one of them alone")
+            raise CheckpointError(
+                f"'{path}' holds several sets of weights ({', '.join(found)}); save one of them alone"
+            )
         raise CheckpointError(f"'{path}' holds no state dict; its keys are: {keys}")
     raise CheckpointError(f"'{path}' holds a {type(value).__name__}; save model.state_dict()")
 

@@ -81,7 +81,7 @@ def check_axes(path: Path, spec: ModelSpec) -> int:
                     f"the ONNX exporter fixed axis {axis} ('{size}') of '{tensor.name}' to {found.dim_value}: "
                     "the model uses its size as a Python number; use x.shape or a size of -1 in its place"
                 )
-    return next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+    return next(int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
 
 
 def load(job: LoadJob) -> Loaded:

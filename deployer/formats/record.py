@@ -35,7 +35,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What a format's `export` gets. The model is fresh, in float32 and eval mode; the format may change it."""
+    """What a format's `export` gets; the model is fresh, in float32 and eval mode, and may be changed."""
 
     model: nn.Module
     spec: ModelSpec
@@ -57,7 +57,7 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class Loaded:
-    """An open artifact: `call` maps checked, contiguous named arrays to named arrays; `engine` says what really runs."""
+    """An open artifact: `call` maps checked, contiguous named arrays to named arrays; `engine` says what runs."""
 
     call: Callable[[Arrays], dict[str, Array]]
     engine: str
@@ -100,7 +100,8 @@ class Format:
         """Raises MachineError when a package is missing, with the line that installs it."""
         if missing := self.missing_modules(to_run=to_run):
             raise MachineError(
-                f"format '{self.name}' needs {', '.join(missing)}, which this machine lacks", install=self.install
+                f"format '{self.name}' needs {', '.join(missing)}, which this machine lacks",
+                install=self.install,
             )
 
     def check_target(self, target: Target) -> None:
@@ -108,7 +109,9 @@ class Format:
         self.check_machine()
         if target.precision not in self.precisions:
             built = ", ".join(self.precisions) or "none"
-            raise NotBuiltYetError(f"--precision {target.precision} is not built yet for '{self.name}' (built: {built})")
+            raise NotBuiltYetError(
+                f"--precision {target.precision} is not built yet for '{self.name}' (built: {built})"
+            )
         if target.device not in self.devices:
             raise NotBuiltYetError(
                 f"--device {target.device} is not built yet for '{self.name}' (built: {', '.join(self.devices)})"

@@ -28,7 +28,9 @@ def export(job: ExportJob) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             with torch.no_grad():
-                module: Any = torch.jit.trace(Traceable(job.model, job.spec).eval(), examples, check_trace=False)
+                module: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
+                    Traceable(job.model, job.spec).eval(), examples, check_trace=False
+                )
         except Exception as error:  # the tracer raises anything that the model raises
             raise ExportError(f"torch.jit.trace failed with {type(error).__name__}: {first_line(error)}") from error
     method = "trace"
@@ -39,7 +41,9 @@ def export(job: ExportJob) -> dict[str, Any]:
                 warnings.simplefilter("ignore")
                 module = torch.jit.script(job.model.eval())
         except Exception as error:
-            raise ExportError(f"tracing would lose control flow and scripting failed: {first_line(error)}; {why}") from error
+            raise ExportError(
+                f"tracing would lose control flow and scripting failed: {first_line(error)}; {why}"
+            ) from error
     torch.jit.save(torch.jit.freeze(module), str(job.folder / _ARTIFACT))
     return {"method": method}
 
@@ -53,7 +57,7 @@ def _refused_by_export(job: ExportJob) -> str:
 
 
 def load(job: LoadJob) -> Loaded:
-    module = torch.jit.load(str(job.folder / _ARTIFACT), map_location="cpu")
+    module: Any = torch.jit.load(str(job.folder / _ARTIFACT), map_location="cpu")  # type: ignore[no-untyped-call]
     scripted = job.details["method"] == "script"
     names = [tensor.name for tensor in job.spec.inputs]
 

@@ -111,5 +111,3 @@ def _user_line(text: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', text) + re.findall(r"#\s*([\w/.\-]+\.py):(\d+) in", text)
     own = [(file, line) for file, line in frames if "/torch/" not in file and "/deployer/" not in file]
     return f" ({own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]})" if own else ""
-
-

@@ -1,6 +1,6 @@
 """Train the digits network and write a self-describing checkpoint folder.
 
-    python examples/digits/train.py examples/digits/checkpoint
+python examples/digits/train.py examples/digits/checkpoint
 """
 
 import sys
@@ -47,7 +47,8 @@ def main(folder: str) -> None:
             optimizer.step()
             scheduler.step()
         if (epoch + 1) % 5 == 0:
-            print(f"epoch {epoch + 1:2d}  loss {loss.item():.4f}  held-out accuracy {accuracy(model, images[test], labels[test]):.4f}")
+            held_out = accuracy(model, images[test], labels[test])
+            print(f"epoch {epoch + 1:2d}  loss {loss.item():.4f}  held-out accuracy {held_out:.4f}")
     reached = accuracy(model, images[test], labels[test])
     if reached < 0.97:
         sys.exit(f"held-out accuracy {reached:.4f} is below 0.97; the checkpoint was not written")
