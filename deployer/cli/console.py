@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,11 +11,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.status import Status
+from rich.table import Table
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+from deployer.errors import UsageError
+
+#: columns of a table that goes to a file or a pipe, where nobody's window limits it
+_PLAIN_WIDTH = 160
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+# Bound to the stream of today: libraries whose chatter is caught for a while do not catch our spinner.
+err = Console(file=sys.stderr, highlight=False, width=None if sys.stderr.isatty() else _PLAIN_WIDTH)
+
+
+def make_table(*headers: str, numbers: tuple[str, ...] = ()) -> Table:
+    """A table without vertical lines; columns named in `numbers` are right-aligned and never broken."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for header in headers:
+        number = header in numbers
+        table.add_column(header, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
 
 
 class _StepHandler(logging.Handler):
@@ -45,6 +63,7 @@ def setup_logging(debug: bool) -> None:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     else:
         warnings.simplefilter("ignore")
+        os.environ.setdefault("TORCH_LOGS", "-all")  # read when torch is imported: errors only
         logging.getLogger().addHandler(logging.NullHandler())
 
 
@@ -65,6 +84,19 @@ def working(text: str) -> Iterator[None]:
 
 def error_line(text: str) -> None:
     err.print(f"error: {text}", style="red", markup=False, soft_wrap=True)
+
+
+def parse_json_object(text: str | None, flag: str) -> dict[str, Any] | None:
+    """The JSON object given to `flag`, or None. Raises UsageError."""
+    if text is None:
+        return None
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{flag} is not JSON ({error}); expected an object such as '{{\"width\": 16}}'") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{flag} is a JSON {type(value).__name__}; an object such as '{{\"width\": 16}}' is expected")
+    return value
 
 
 def emit_json(document: Any) -> None:

@@ -6,6 +6,9 @@ declared range answers wrongly); the runtime's own checks stand before it.
 
 from __future__ import annotations
 
+import io
+import logging
+from contextlib import redirect_stderr
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from deployer.formats.exported import require_compiler
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
 from deployer.formats.traceable import as_arrays, as_tensors, export_program
 from deployer.spec import Array, Arrays
+
+log = logging.getLogger(__name__)
 
 _ARTIFACT = "model.pt2"
 
@@ -26,10 +31,11 @@ def export(job: ExportJob) -> dict[str, Any]:
     # Freezing (constant folding, packed weights) silently does nothing unless gradients are off while lowering.
     options = {"freezing": True, "max_autotune": job.target.compile == "max-autotune"}
     try:
-        with torch.no_grad(), torch._inductor.config.patch(options):
+        with torch.no_grad(), torch._inductor.config.patch(options), redirect_stderr(io.StringIO()) as chatter:
             torch._inductor.aoti_compile_and_package(program, package_path=str(job.folder / _ARTIFACT))
     except Exception as error:  # inductor raises anything from its own errors to CalledProcessError of the compiler
         raise ExportError(f"AOTInductor failed with {type(error).__name__}: {first_line(error)}") from error
+    log.debug("%s", chatter.getvalue())  # the autotuner prints its tables to stderr whatever its log level
     return {"inductor": options}
 
 

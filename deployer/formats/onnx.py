@@ -19,6 +19,8 @@ _SINGLE_FILE_LIMIT_BYTES = 1_500_000_000  # protobuf stops at 2 GiB; larger weig
 
 def export(job: ExportJob) -> dict[str, Any]:
     """Write `model.onnx` (weights beside it beyond 1.5 GB). Raises ExportError, also when an axis came out fixed."""
+    from onnx_ir.passes.common import NameFixPass
+
     program = export_program(job)
     try:
         onnx_program = torch.onnx.export(
@@ -34,6 +36,9 @@ def export(job: ExportJob) -> dict[str, Any]:
     if onnx_program is None:
         raise ExportError("the ONNX exporter returned nothing")
     _name_axes(onnx_program.model, job.spec, program)
+    # The exporter names values after the operators: an output called `embedding` or `linear` then has a namesake
+    # inside the graph, and ONNX Runtime refuses the file. Inputs and outputs keep their names, the others give way.
+    NameFixPass()(onnx_program.model)
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
     onnx_program.save(str(job.folder / _ARTIFACT), external_data=weights_bytes > _SINGLE_FILE_LIMIT_BYTES)
     opset = check_axes(job.folder / _ARTIFACT, job.spec)

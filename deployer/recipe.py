@@ -1,0 +1,290 @@
+"""deployer.yaml: the recipe of a model that does not describe itself. Read strictly: an unknown key is an error.
+
+Paths in a recipe start at the recipe's own folder.
+"""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+import json
+import logging
+import math
+import os.path
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from deployer.checkpoint import Checkpoint, build_model, load_checkpoint, probe_spec
+from deployer.checkpoint.folder import RECORD
+from deployer.checkpoint.weights import load_weights, read_weights
+from deployer.errors import SampleError, SpecError, UsageError, nearest
+from deployer.files import write_atomic
+from deployer.references import is_file_reference, split_reference
+from deployer.samples import check_samples, read_samples
+from deployer.spec import Array, Dim, ModelSpec, TensorSpec
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "deployer.yaml"
+SCHEMA_VERSION = 1
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class ExportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Defaults of `deployer export`; its flags win."""
+
+    formats: tuple[str, ...] = ()
+    precision: str = "fp32"
+    compile: str | None = None
+    output: str = "build"
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole of deployer.yaml. A self-describing checkpoint folder needs `checkpoint` and `export` alone."""
+
+    name: str | None = None
+    model: str | None = None
+    args: dict[str, Any] = {}
+    checkpoint: str | None = None
+    samples: str | None = None
+    dims: dict[str, Dim] = {}
+    batch: str | None = None
+    inputs: dict[str, TensorEntry] = {}
+    outputs: dict[str, TensorEntry] = {}
+    labels: tuple[str, ...] = ()
+    version: str = "1.0"
+    export: ExportEntry = ExportEntry()
+    schema_version: int = SCHEMA_VERSION
+
+    def spec(self) -> ModelSpec | None:
+        """The ModelSpec that the recipe declares, or None when it declares no inputs. Raises SpecError."""
+        if not self.inputs:
+            return None
+        if self.name is None:
+            raise SpecError(f"{FILE_NAME} declares inputs and no name; add `name:`")
+        return ModelSpec(
+            name=self.name,
+            inputs=tuple(TensorSpec(name, entry.dtype, entry.shape) for name, entry in self.inputs.items()),
+            outputs=tuple(TensorSpec(name, entry.dtype, entry.shape) for name, entry in self.outputs.items()),
+            dims=self.dims,
+            batch=self.batch,
+            version=self.version,
+            labels=self.labels,
+        )
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Parse and check a recipe. Raises UsageError or SpecError naming the file, the place and the nearest right key."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"no recipe '{path}'; `deployer init` writes one") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"'{path}' is not YAML: {error}") from error
+    if not isinstance(data, Mapping):
+        raise UsageError(f"'{path}' holds a {type(data).__name__}; a mapping of keys is expected")
+    _check_keys(data, Recipe, str(path))
+    if isinstance(data.get("export"), Mapping):
+        _check_keys(data["export"], ExportEntry, f"{path}: export")
+    try:
+        recipe = msgspec.convert(dict(data), Recipe)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"'{path}': {error}") from error
+    if recipe.schema_version != SCHEMA_VERSION:
+        raise UsageError(f"'{path}' has schema_version {recipe.schema_version}; this deployer reads {SCHEMA_VERSION}")
+    return recipe
+
+
+def _check_keys(data: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> None:
+    for key in data:
+        if key not in kind.__struct_fields__:
+            raise UsageError(f"{where}: unknown key '{key}'{nearest(str(key), kind.__struct_fields__)}")
+
+
+def resolve_in(folder: Path, reference: str | None) -> str | None:
+    """A recipe's path or `path.py:name`, made to start at the recipe's folder; module references stay."""
+    if reference is None:
+        return None
+    if ":" in reference:
+        if not is_file_reference(reference):
+            return reference
+        source, name = split_reference(reference)
+        return f"{folder / source}:{name}"
+    return str(folder / reference)
+
+
+def write_recipe(
+    path: Path,
+    *,
+    model: str,
+    samples: str,
+    args: Mapping[str, Any],
+    checkpoint: str | None,
+    name: str | None,
+    overwrite: bool = False,
+) -> tuple[ModelSpec, list[str]]:
+    """Probe `model` with `samples` and write a commented recipe that reads back; returns its spec and notes.
+
+    References start at the working folder, as typed; in the file they are written as they must be read from there.
+    Raises UsageError when the file exists, ModelError, CheckpointError or SampleError.
+    """
+    if path.exists() and not overwrite:
+        raise UsageError(f"'{path}' exists; remove it, give another name with -o, or add --force")
+    module = build_model(model, args)
+    if checkpoint is not None:
+        load_weights(module, read_weights(Path(checkpoint)), f"'{checkpoint}'")
+    module = module.float().eval()
+    arrays = _named(read_samples(samples), module)
+    spec, notes = probe_spec(module, name or _default_name(model), arrays)
+    check_samples(spec, arrays)
+    folder = path.parent
+    text = _render(
+        spec,
+        model=_relative(model, folder),
+        samples=_relative(samples, folder),
+        args=args,
+        checkpoint=None if checkpoint is None else _relative(checkpoint, folder),
+        notes=notes,
+    )
+    write_atomic(path, text.encode())
+    read_recipe(path)  # what was written must read back
+    return spec, notes
+
+
+def _named(arrays: Mapping[str, Array], module: Any) -> dict[str, Array]:
+    """A bare `.npy` is the first parameter of forward."""
+    if list(arrays) != [""]:
+        return dict(arrays)
+    parameters = list(python_inspect.signature(module.forward).parameters)
+    if not parameters:
+        raise SampleError("the model's forward takes no input")
+    return {parameters[0]: arrays[""]}
+
+
+def _default_name(model: str) -> str:
+    source, function = split_reference(model)
+    stem = Path(source).stem if source.endswith(".py") else source.rsplit(".", 1)[-1]
+    return function if stem in ("model", "models") and function not in ("build", "make_model", "create") else stem
+
+
+def _relative(reference: str, folder: Path) -> str:
+    source, separator, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    if separator and not source.endswith(".py"):
+        return reference
+    return os.path.relpath(Path(source).resolve(), folder.resolve()) + separator + name
+
+
+def _render(
+    spec: ModelSpec,
+    *,
+    model: str,
+    samples: str,
+    args: Mapping[str, Any],
+    checkpoint: str | None,
+    notes: list[str],
+) -> str:
+    lines = [
+        "# Recipe for `deployer export`. Paths start at this file's folder; flags of the command win over it.",
+        f"schema_version: {SCHEMA_VERSION}",
+        f"name: {_scalar(spec.name)}",
+        "",
+        "# What builds the model: path.py:function or package.module:function, called with args.",
+        f"model: {_scalar(model)}",
+        f"args: {json.dumps(dict(args))}",
+        "# Weights: .safetensors or a weights-only .pt/.pth. null: the function brings its own.",
+        f"checkpoint: {_scalar(checkpoint)}",
+        "# Real inputs: .npz, .safetensors or module:function. The gate compares on them; nothing is made up.",
+        f"samples: {_scalar(samples)}",
+        "",
+        "# Dynamic axes. Every size from min to max is proved; `typical` is what is tuned for.",
+        "dims:" if spec.dims else "dims: {}",
+        *(f"  {name}: {{min: {d.min}, typical: {d.typical}, max: {d.max}}}" for name, d in spec.dims.items()),
+        "# The axis along which requests are stacked; null: every request runs alone.",
+        f"batch: {_scalar(spec.batch)}",
+        "",
+        *(f"# note: {note}" for note in notes),
+        "inputs:",
+        *_tensor_lines(spec.inputs),
+        "# As the model answered when it was probed; '?' is an axis whose size is not checked.",
+        "outputs:",
+        *_tensor_lines(spec.outputs),
+        "",
+        "export:",
+        "  formats: [onnx]        # torchscript, exported, aoti, onnx, trt",
+        "  precision: fp32",
+        "  compile: null          # default, reduce-overhead or max-autotune, for exported and aoti",
+        "  output: build",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _tensor_lines(tensors: tuple[TensorSpec, ...]) -> list[str]:
+    return [
+        f"  {tensor.name}: {{dtype: {tensor.dtype}, shape: [{', '.join(_scalar(size) for size in tensor.shape)}]}}"
+        for tensor in tensors
+    ]
+
+
+def _scalar(value: Any) -> str:
+    """One YAML scalar on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
+
+
+def find_recipe(path: Path | None) -> tuple[Recipe, Path | None]:
+    """The recipe at `path`, or deployer.yaml of the working folder, and its folder; an empty recipe and None where
+    none stands. Raises UsageError when `path` was given and is not there."""
+    if path is None and not Path(FILE_NAME).is_file():
+        return Recipe(), None
+    path = path or Path(FILE_NAME)
+    return read_recipe(path), path.parent
+
+
+def load_described(
+    recipe: Recipe,
+    folder: Path | None,
+    checkpoint: Path | None = None,
+    *,
+    model: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    samples: str | None = None,
+    name: str | None = None,
+) -> Checkpoint:
+    """A Checkpoint from what was given on the command line, then the recipe, then a spec probed from the samples.
+
+    A self-describing folder given as `checkpoint` speaks for itself: the model of a recipe that happens to stand in
+    the working folder is not applied to it, and that is said.
+    """
+    base = folder or Path()
+    described = checkpoint is not None and (checkpoint / RECORD).is_file()
+    if described and recipe.model is not None:
+        log.warning("%s describes itself; model, inputs and samples of %s are not used", checkpoint, FILE_NAME)
+    source = checkpoint or (None if recipe.checkpoint is None else base / recipe.checkpoint)
+    if described or (source is not None and source.is_dir() and recipe.model is None):
+        return load_checkpoint(source, model=model, args=args, samples=samples)
+    model = model or resolve_in(base, recipe.model)
+    args = recipe.args if args is None else args
+    samples = samples or resolve_in(base, recipe.samples)
+    spec = recipe.spec()
+    if spec is None and model is not None and samples is not None:
+        spec = _probe(source, model, args, samples, name or recipe.name)
+    if spec is not None and name is not None:
+        spec = msgspec.structs.replace(spec, name=name)
+    return load_checkpoint(source, model=model, args=args, spec=spec, samples=samples)
+
+
+def _probe(source: Path | None, model: str, args: Mapping[str, Any], samples: str, name: str | None) -> ModelSpec:
+    module = build_model(model, args)
+    if source is not None:
+        load_weights(module, read_weights(source), f"'{source}'")
+    spec, notes = probe_spec(module.float().eval(), name or _default_name(model), _named(read_samples(samples), module))
+    log.warning("no recipe: the spec was probed from the samples: %s", ", ".join(map(str, spec.inputs)))
+    for note in notes:
+        log.warning("%s", note)
+    return spec
