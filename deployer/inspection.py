@@ -1,4 +1,4 @@
-"""What a checkpoint, a bundle or a .mar holds. Nothing in them is executed: only headers, JSON and weights-only data."""
+"""What a checkpoint, a bundle or a .mar holds. Nothing is executed: headers, JSON and weights-only data alone."""
 
 from __future__ import annotations
 

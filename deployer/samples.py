@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def read_samples(source: str | Path, folder: Path | None = None) -> dict[str, Ar
                 return load_file(path)
     except FileNotFoundError as error:
         raise SampleError(f"no sample file '{path}'; give a .npz, .npy, .safetensors or module:function") from error
-    except (OSError, ValueError, EOFError, SafetensorError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, SafetensorError) as error:
         raise SampleError(
             f"'{path}' ({path.stat().st_size} bytes) cannot be read as sample data: {first_line(error)}"
         ) from error
@@ -76,15 +77,14 @@ def check_samples(spec: ModelSpec, arrays: Arrays) -> dict[str, Array]:
     return {tensor.name: np.ascontiguousarray(named[tensor.name]) for tensor in spec.inputs}
 
 
-def resize(array: Array, axis: int, size: int) -> Array:
-    """Exactly `size` entries along `axis`, taken from real data only.
+def resize(array: Array, axis: int, size: int, *, distinct: bool = False) -> Array:
+    """Exactly `size` entries along `axis`, taken from real data only: entry i is entry i mod n of `array`.
 
-    Entry i is entry i mod n of `array`; each further round is rolled along the last other axis by one more step, so
-    that repeated rows differ (where there is such an axis) and a row mix-up shows. No value is invented: ids stay
-    ids, masks stay masks.
+    With `distinct` each further round is rolled along the last other axis by one more step, so that repeated rows
+    differ (where there is such an axis) and a row mix-up shows. No value is invented: ids stay ids, masks stay masks.
     """
     length = array.shape[axis]
-    roll_axis = next((other for other in reversed(range(array.ndim)) if other != axis), None)
+    roll_axis = next((other for other in reversed(range(array.ndim)) if other != axis), None) if distinct else None
     rounds = [
         array if turn == 0 or roll_axis is None else np.roll(array, turn, axis=roll_axis)
         for turn in range(math.ceil(size / length))
@@ -100,6 +100,6 @@ def sized_inputs(spec: ModelSpec, samples: Arrays, sizes: Mapping[str, int]) -> 
         # The batch axis last: its repeated rows are then rolled along an axis that already has its final size.
         for axis, size in sorted(enumerate(tensor.shape), key=lambda item: item[1] == spec.batch):
             if isinstance(size, str):
-                array = resize(array, axis, sizes[size])
+                array = resize(array, axis, sizes[size], distinct=size == spec.batch)
         result[tensor.name] = np.ascontiguousarray(array)
     return result

@@ -25,15 +25,15 @@ def probe_outputs(model: nn.Module, spec: ModelSpec, samples: Arrays) -> ModelSp
     shapes = _output_shapes(model, spec, samples, base)
     axes: dict[str, list[int | str]] = {name: list(shape) for name, (_, shape) in shapes.items()}
     for dim, size in base.items():
-        other = dict(base, **{dim: _other_size(spec.dims[dim], size)})
-        if other[dim] == size:
-            continue  # an axis of one legal size stays a plain number
-        for name, (_, shape) in _output_shapes(model, spec, samples, other).items():
-            if name not in axes or len(shape) != len(axes[name]):
-                raise ModelError(f"output '{name}' changes its number of axes with '{dim}'; return a fixed rank")
-            for axis, (before, after) in enumerate(zip(shapes[name][1], shape, strict=True)):
-                if before != after:
-                    axes[name][axis] = dim if (before, after) == (size, other[dim]) and axes[name][axis] != ANY else ANY
+        for other_size in _other_sizes(spec.dims[dim], size):
+            changed = _output_shapes(model, spec, samples, base | {dim: other_size})
+            for name, (_, shape) in changed.items():
+                if name not in axes or len(shape) != len(axes[name]):
+                    raise ModelError(f"output '{name}' changes its number of axes with '{dim}'; return a fixed rank")
+                for axis, (before, after) in enumerate(zip(shapes[name][1], shape, strict=True)):
+                    if before != after:
+                        follows = (before, after) == (size, other_size) and axes[name][axis] in (before, dim)
+                        axes[name][axis] = dim if follows else ANY
     outputs = tuple(TensorSpec(name, dtype, tuple(axes[name])) for name, (dtype, _) in shapes.items())
     return ModelSpec(
         spec.name,
@@ -55,8 +55,9 @@ def _distinct_sizes(spec: ModelSpec) -> dict[str, int]:
     return sizes
 
 
-def _other_size(dim: Dim, size: int) -> int:
-    return size + 1 if size < dim.max else max(dim.min, size - 1)
+def _other_sizes(dim: Dim, size: int) -> list[int]:
+    """Legal sizes other than `size`: a near one, and one far enough for a stride to show. Empty for a fixed axis."""
+    return sorted({max(dim.min, size - 1), min(dim.max, size + 1), min(dim.max, 2 * size + 1)} - {size})
 
 
 def _output_shapes(

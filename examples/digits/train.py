@@ -29,6 +29,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def main(folder: str) -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # too small a network to share out; threads would only wait for each other
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
