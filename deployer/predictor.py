@@ -1,0 +1,184 @@
+"""The engine-neutral core of serving: requests in, as many answers out, each with its own status.
+
+    predictor = Predictor.open("build/digits-onnx-fp32", threads=1)
+    [response] = predictor.answer([Request(b'{"image": […]}', "application/json", "")])
+
+Requests are decoded and checked one by one. Those that may share a run are stacked along the declared batch axis, up
+to the largest batch that the model was exported for; the rest run alone. A run that fails is taken apart, so that a
+fault stays with the request that caused it. Adapters to servers (`handlers/`) stay thin.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from deployer.bundle import read_bundle
+from deployer.errors import RequestError, first_line
+from deployer.protocol import JSON, Decoded, choose_answer, decode_request, encode_answer, encode_error
+from deployer.runtime import Runner, open_bundle
+from deployer.spec import Array, Arrays
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it came over the wire."""
+
+    body: bytes | bytearray | memoryview
+    content_type: str = ""
+    accept: str = ""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One answer. `run_requests` is the number of requests that shared the model run behind it (0: none was made)."""
+
+    status: int
+    body: bytes
+    content_type: str = JSON
+    run_requests: int = 0
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A checked request: where its answer goes, its arrays, its number of rows along the batch axis."""
+
+    index: int
+    decoded: Decoded
+    answer_kind: str
+    rows: int
+
+
+class Predictor:
+    """An open bundle that answers requests. A context manager; one thread at a time."""
+
+    def __init__(self, runner: Runner, *, batch_independent: bool) -> None:
+        self._runner = runner
+        self.spec = runner.spec
+        #: requests share runs: every tensor has the batch axis, and the gate saw no row influence another
+        self.stacks = runner.spec.stackable and batch_independent
+
+    @classmethod
+    def open(cls, bundle_folder: str | Path, threads: int | None = None) -> Predictor:
+        """Verify and open a bundle with `threads` compute threads. Raises BundleError, IntegrityError, MachineError."""
+        bundle = read_bundle(bundle_folder)
+        return cls(open_bundle(bundle, threads=threads), batch_independent=bundle.manifest.batch_independent)
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def __enter__(self) -> Predictor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def answer(self, requests: Sequence[Request]) -> list[Response]:
+        """One response per request, in the same order. Never raises for what a request holds or the model does:
+        status 400, 406 or 415 where the request is at fault, 500 where the model or the server is."""
+        answers: dict[int, Response] = {}
+        works = []
+        for index, request in enumerate(requests):
+            checked = self._check(index, request)
+            if isinstance(checked, Response):
+                answers[index] = checked
+            else:
+                works.append(checked)
+        for run in self._runs(works):
+            answers.update(self._run_or_split(run))
+        return [answers[index] for index in range(len(requests))]
+
+    def _check(self, index: int, request: Request) -> _Work | Response:
+        try:
+            kind = choose_answer(request.accept, self.spec)
+            decoded = decode_request(request.body, request.content_type, self.spec)
+        except RequestError as error:
+            return _refusal(error)
+        except Exception as error:  # noqa: BLE001 - whatever a body does to a parser, its neighbours are answered
+            return _server_fault(error)
+        return _Work(index, decoded, kind, decoded.sizes.get(self.spec.batch or "", 1))
+
+    def _runs(self, works: Sequence[_Work]) -> list[list[_Work]]:
+        """Requests that share a run: equal sizes of every other Dim, together no more rows than the batch Dim's max.
+
+        Its min needs no care here: every request holds it alone.
+        """
+        if not self.stacks or self.spec.batch is None:
+            return [[work] for work in works]
+        limit = self.spec.dims[self.spec.batch].max
+        runs: list[list[_Work]] = []
+        open_run: dict[tuple[tuple[str, int], ...], list[_Work]] = {}
+        for work in works:
+            key = tuple(sorted((name, size) for name, size in work.decoded.sizes.items() if name != self.spec.batch))
+            run = open_run.get(key)
+            if run is None or sum(member.rows for member in run) + work.rows > limit:
+                run = open_run[key] = []
+                runs.append(run)
+            run.append(work)
+        return runs
+
+    def _run_or_split(self, run: Sequence[_Work]) -> dict[int, Response]:
+        try:
+            return self._run(run)
+        except Exception as error:  # noqa: BLE001 - a model may fail in any way; each request gets an answer
+            if len(run) > 1:
+                log.debug("a run of %d requests failed (%s); running them one by one", len(run), first_line(error))
+                return {index: response for work in run for index, response in self._run_or_split([work]).items()}
+            response = _refusal(error) if isinstance(error, RequestError) else _server_fault(error)
+            return {run[0].index: response}
+
+    def _run(self, run: Sequence[_Work]) -> dict[int, Response]:
+        outputs = self._runner(self._stacked(run))
+        responses = {}
+        start = 0
+        for work in run:
+            own = outputs if len(run) == 1 else self._rows(outputs, start, start + work.rows)
+            start += work.rows
+            if work.decoded.one_item:
+                own = self._without_batch_axis(own)
+            body = encode_answer(own, self.spec, work.answer_kind)
+            responses[work.index] = Response(200, body, work.answer_kind, len(run))
+        return responses
+
+    def _stacked(self, run: Sequence[_Work]) -> Arrays:
+        if len(run) == 1:
+            return run[0].decoded.arrays
+        return {
+            tensor.name: np.concatenate(
+                [work.decoded.arrays[tensor.name] for work in run], axis=tensor.shape.index(self.spec.batch or "")
+            )
+            for tensor in self.spec.inputs
+        }
+
+    def _rows(self, outputs: Arrays, start: int, stop: int) -> dict[str, Array]:
+        """Rows start..stop of every output, along that output's own batch axis."""
+        return {
+            tensor.name: outputs[tensor.name].take(range(start, stop), axis=tensor.shape.index(self.spec.batch or ""))
+            for tensor in self.spec.outputs
+        }
+
+    def _without_batch_axis(self, outputs: Arrays) -> dict[str, Array]:
+        return {
+            tensor.name: outputs[tensor.name].squeeze(tensor.shape.index(self.spec.batch or ""))
+            for tensor in self.spec.outputs
+        }
+
+
+def _refusal(error: RequestError) -> Response:
+    body = encode_error(str(error), field=error.field, expected=error.expected, got=error.got)
+    return Response(error.http_status, body)
+
+
+def _server_fault(error: BaseException) -> Response:
+    message = f"the model failed on this request with {type(error).__name__}: {first_line(error)}"
+    log.warning("%s", message)
+    return Response(500, encode_error(message))
