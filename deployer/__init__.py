@@ -11,6 +11,8 @@ with deployer.open_bundle(bundle.path) as run:
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,3 +59,15 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'deployer' has no attribute '{name}'")
     return getattr(importlib.import_module(f"deployer.{_HOME[name]}"), name)
+
+
+class _Package(ModuleType):
+    """Importing the submodule `deployer.export` would bind it over the function `deployer.export`: the function stays,
+    whatever was imported before."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in __all__):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
