@@ -399,7 +399,8 @@ def _labels(outputs: Arrays, spec: ModelSpec) -> dict[str, Any]:
         array = outputs[tensor.name]
         if array.dtype.kind == "f" and tensor.shape[-1:] == (len(spec.labels),):
             largest = np.where(np.isnan(array).any(axis=-1), len(spec.labels), np.argmax(array, axis=-1))
-            found[tensor.name] = np.array([*spec.labels, None], dtype=object).take(largest).tolist()
+            names = np.array([*spec.labels, None], dtype=object)
+            found[tensor.name] = names[largest[np.newaxis]].tolist()[0]  # one item's index has no axis of its own
     return found
 
 
