@@ -1,0 +1,54 @@
+"""Bundle → serving package. The table of engines: a new one is one file that ends in an Engine record, and one line.
+
+archive = deployer.package("build/digits-onnx-fp32", batch_size=16)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deployer.bundle import Bundle, read_bundle
+from deployer.errors import GateError, UsageError, nearest
+from deployer.package import torchserve
+from deployer.package.record import Engine
+from deployer.package.settings import Settings, choose_settings
+
+__all__ = ["ENGINES", "Engine", "Settings", "get_engine", "package"]
+
+ENGINES: dict[str, Engine] = {record.name: record for record in (torchserve.ENGINE,)}
+
+
+def get_engine(name: str) -> Engine:
+    """The record called `name`. Raises UsageError with the nearest name."""
+    if name not in ENGINES:
+        raise UsageError(f"no engine '{name}'{nearest(name, ENGINES)}")
+    return ENGINES[name]
+
+
+def package(
+    bundle: str | Path | Bundle,
+    *,
+    engine: str = "torchserve",
+    output: str | Path = "model_store",
+    batch_size: int | None = None,
+    max_batch_delay_ms: int | None = None,
+    workers: int | None = None,
+) -> Path:
+    """Package a bundle that has passed the gate; returns the path of the package, which is there whole or not at all.
+
+    `batch_size` requests at most share a run (default: the batch Dim's typical size, 1 where requests cannot share
+    one), the first of them waits `max_batch_delay_ms` at most (default 2). `workers` processes (default 2, on a single
+    core 1) divide the cores of this machine among them.
+
+    Raises GateError when the bundle has not passed or the package does not answer as the bundle does, UsageError for
+    settings that do not go with the bundle, BundleError, IntegrityError, MachineError.
+    """
+    record = get_engine(engine)
+    record.check_machine()
+    opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
+    if not opened.manifest.passed:
+        raise GateError(f"'{opened.path}' has not passed the gate; `deployer validate` shows why, export it again")
+    settings = choose_settings(
+        opened.manifest, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms, workers=workers
+    )
+    return record.package(opened, settings, Path(output))

@@ -1,0 +1,98 @@
+"""How a package batches, and what follows from the spec: one set of settings for every engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deployer.bundle import Manifest
+from deployer.errors import UsageError
+from deployer.machine import usable_cores
+from deployer.spec import ANY, ModelSpec, TensorSpec
+
+DEFAULT_MAX_BATCH_DELAY_MS = 2
+DEFAULT_WORKERS = 2
+
+_BODY_FLOOR_BYTES = 6_553_500  # TorchServe's own default; smaller limits would only surprise
+_BODY_CEILING_BYTES = 2**31 - 1  # limits are Java ints
+_JSON_BYTES_PER_VALUE = 26  # "-2.2250738585072014e-308" and a comma; brackets are counted with them
+_JSON_FRAME_BYTES = 64 * 1024
+_ANY_SIZE = 10_000  # an output axis that follows from data has no bound; this many entries are allowed for
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`batch_size` requests at most share a run; the first of them waits `max_batch_delay_ms` at most for others.
+
+    Each of `workers` processes computes with `intra_op_threads` threads. Bodies larger than the two limits are refused
+    by the server.
+    """
+
+    batch_size: int
+    max_batch_delay_ms: int
+    workers: int
+    intra_op_threads: int
+    max_request_bytes: int
+    max_response_bytes: int
+
+
+def choose_settings(
+    manifest: Manifest, *, batch_size: int | None, max_batch_delay_ms: int | None, workers: int | None
+) -> Settings:
+    """Settings for a bundle; None means: the batch Dim's typical size (1 where requests cannot share a run), 2 ms,
+    two workers (one on a single core). Raises UsageError that names the option and the reason."""
+    spec = manifest.spec
+    obstacle = why_not_stackable(manifest)
+    if batch_size is None:
+        batch_size = 1 if obstacle or spec.batch is None else spec.dims[spec.batch].typical
+    max_batch_delay_ms = DEFAULT_MAX_BATCH_DELAY_MS if max_batch_delay_ms is None else max_batch_delay_ms
+    workers = min(DEFAULT_WORKERS, usable_cores()) if workers is None else workers
+    if batch_size < 1:
+        raise UsageError(f"--batch-size {batch_size}: at least 1 is expected")
+    if max_batch_delay_ms < 1:
+        raise UsageError(
+            f"--max-batch-delay-ms {max_batch_delay_ms}: at least 1 is expected (TorchServe reads 0 as 100)"
+        )
+    if workers < 1:
+        raise UsageError(f"--workers {workers}: at least 1 is expected")
+    if batch_size > 1 and obstacle:
+        raise UsageError(f"--batch-size {batch_size}: requests for '{spec.name}' cannot share a run, {obstacle}; use 1")
+    if batch_size > 1 and spec.batch is not None and batch_size > spec.dims[spec.batch].max:
+        raise UsageError(
+            f"--batch-size {batch_size} is above {spec.dims[spec.batch].max}, the largest '{spec.batch}' that "
+            f"'{spec.name}' was exported and validated for; lower it or export with a larger max"
+        )
+    return Settings(
+        batch_size,
+        max_batch_delay_ms,
+        workers,
+        max(1, usable_cores() // workers),
+        body_limit_bytes(spec, spec.inputs),
+        body_limit_bytes(spec, spec.outputs),
+    )
+
+
+def why_not_stackable(manifest: Manifest) -> str:
+    """Why requests cannot share a run, or nothing."""
+    spec = manifest.spec
+    if spec.batch is None:
+        return "it declares no batch axis"
+    lacking = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.axis_of(spec.batch) is None]
+    if lacking:
+        return f"'{lacking[0]}' has no batch axis '{spec.batch}'"
+    if not manifest.batch_independent:
+        return "the gate did not see that a row in a batch is answered as the row alone"
+    return ""
+
+
+def body_limit_bytes(spec: ModelSpec, tensors: Sequence[TensorSpec]) -> int:
+    """The largest JSON body that these tensors can make with every Dim at its max; at least TorchServe's default."""
+    values = sum(math.prod(_largest(size, spec) for size in tensor.shape) for tensor in tensors)
+    return min(max(values * _JSON_BYTES_PER_VALUE + _JSON_FRAME_BYTES, _BODY_FLOOR_BYTES), _BODY_CEILING_BYTES)
+
+
+def _largest(size: int | str, spec: ModelSpec) -> int:
+    if isinstance(size, int):
+        return size
+    return _ANY_SIZE if size == ANY else spec.dims[size].max
