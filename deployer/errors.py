@@ -12,6 +12,7 @@ DeployerError                    2
 │   ├── ExportError              2   an exporter refused the model
 │   ├── NotBuiltYetError         2   a combination that deployer does not build
 │   └── RequestError             2   one request to a served model (HTTP 400; see `http_status`)
+├── ServerError                  2   a server that cannot be reached, refuses the caller, or fails on a request
 ├── GateError                    1   a gate failed: numerics, readiness, server parity
 ├── SomeTargetsFailedError       3   some targets are done, others failed, each named
 └── MachineError                 4   this machine lacks what was asked for; carries the install line
@@ -85,6 +86,14 @@ class RequestError(InputError):
         self.expected = expected
         self.got = got
         self.http_status = http_status
+
+
+class ServerError(DeployerError):
+    """What a server answered instead of a result; `status` is its HTTP status, 0 where there was no answer."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class GateError(DeployerError):
