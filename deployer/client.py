@@ -1,0 +1,160 @@
+"""One request to a served model, and every failure in one line.
+
+answer = predict("http://127.0.0.1:8080/predictions/digits", {"image": image}, token=token)
+answer.outputs["logits"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+
+from deployer.errors import DeployerError, RequestError, SampleError, ServerError, UsageError, first_line
+from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes
+from deployer.samples import read_samples
+from deployer.spec import Array, Arrays
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model answered. JSON outputs are float64, int64 or bool, null as NaN; a .npy output has the name ""."""
+
+    outputs: dict[str, Array]
+    model: str = ""
+    version: str = ""
+    labels: Mapping[str, Any] | None = None
+
+
+def predict(
+    url: str,
+    inputs: Arrays | Array | str | Path,
+    *,
+    token: str | None = None,
+    accept: str = JSON,
+    timeout_s: float = TIMEOUT_S,
+) -> Answer:
+    """Send one request and parse the answer.
+
+    `inputs` are named arrays (sent as JSON), one array (sent as .npy), or a file: .npy and .json are sent as they are,
+    .npz and .safetensors as JSON. `accept` application/x-npy asks for the sole output bit by bit.
+    Raises SampleError for a file that cannot be read, UsageError for a URL that is none, RequestError for a request
+    that the server refused, ServerError for everything else.
+    """
+    body, content_type = encode(inputs)
+    headers = {"Content-Type": content_type, "Accept": accept}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    response = _post(url, body, headers, timeout_s)
+    if response.status_code != 200:
+        raise failure(response, len(body), with_token=bool(token))
+    try:
+        answer = decode_answer(response.content, response.headers.get("content-type", ""))
+    except RequestError as error:
+        raise ServerError(f"{url} answered with something else than a result: {error}", status=200) from error
+    return Answer(answer["outputs"], str(answer.get("model", "")), str(answer.get("version", "")), answer.get("labels"))
+
+
+def encode(inputs: Arrays | Array | str | Path) -> tuple[bytes, str]:
+    """The body of a request and its content type. Raises SampleError."""
+    if isinstance(inputs, str | Path):
+        path = Path(inputs)
+        if path.suffix.lower() == ".json":
+            return _read_json(path), JSON
+        inputs = read_samples(path)
+        if list(inputs) == [""]:
+            inputs = inputs[""]
+    if isinstance(inputs, np.ndarray):
+        return npy_bytes(inputs), NPY
+    try:
+        return encode_inputs(inputs), JSON
+    except RequestError as error:
+        raise SampleError(str(error)) from error
+
+
+def _read_json(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+        msgspec.json.decode(data, type=msgspec.Raw)
+    except FileNotFoundError as error:
+        raise SampleError(f"no input file '{path}'; give a .json, .npy, .npz or .safetensors file") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise SampleError(f"'{path}' is no valid JSON: {error}") from error
+    return data
+
+
+def _post(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> httpx.Response:
+    try:
+        # trust_env off: a proxy of the environment must see neither the token nor a loopback request.
+        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+            return client.post(url, content=body, headers=headers)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise UsageError(
+            f"'{url}' is no URL ({first_line(error)}); give one such as http://127.0.0.1:8080/predictions/NAME"
+        ) from error
+    except httpx.ConnectError as error:
+        raise ServerError(
+            f"nothing answers at {url} ({first_line(error)}); `deployer serve` starts a server"
+        ) from error
+    except httpx.TimeoutException as error:
+        raise ServerError(f"no answer from {url} within {timeout_s:g} s; raise --timeout-s or see its log") from error
+    except httpx.HTTPError as error:
+        raise ServerError(f"the connection to {url} broke: {first_line(error) or type(error).__name__}") from error
+
+
+class _Fault(msgspec.Struct):
+    message: str = ""
+    field: str = ""
+    expected: str = ""
+    got: str = ""
+
+
+class _Body(msgspec.Struct):
+    """An error's body: ours (`error`), or TorchServe's own (`code`, `type`, `message`)."""
+
+    error: _Fault | None = None
+    type: str = ""
+    message: str = ""
+
+
+def failure(response: httpx.Response, sent_bytes: int = 0, *, with_token: bool = True) -> DeployerError:
+    """An answer that is no result, as the error to raise: what the server said, and what to do about it."""
+    status, body = response.status_code, _error_body(response.content)
+    if body.error is not None and status < 500:
+        return RequestError(
+            f"the server refused the request ({status}): {body.error.message}",
+            field=body.error.field,
+            expected=body.error.expected,
+            got=body.error.got,
+            http_status=status,
+        )
+    if body.error is not None:
+        return ServerError(f"the server failed ({status}): {body.error.message}", status=status)
+    said = body.message or first_line(ValueError(response.text)) if response.content else response.reason_phrase
+    if status == 401 or "InvalidKey" in body.type:
+        hint = "it differs from the server's or has expired" if with_token else "none was sent"
+        return ServerError(f"the server refused the token ({hint}); give --token-file with its file", status=status)
+    match status:
+        case 413:
+            said = f"a body of {sent_bytes} bytes is larger than the server allows; send fewer items at once"
+        case 503 if "no worker" in said:
+            said = "no worker is free: the queue is full or every worker is starting anew; try again in a moment"
+        case 500 if "Worker died" in said:
+            said = "the worker that had the request died and is being restarted; try again in a moment"
+        case 404:
+            said = f"{said}; check the model's name and version in the URL"
+    return ServerError(f"the server answered {status}: {said}", status=status)
+
+
+def _error_body(content: bytes) -> _Body:
+    try:
+        return msgspec.json.decode(content, type=_Body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Body()
