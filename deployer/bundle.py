@@ -106,7 +106,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors writes 0600, unreadable for a server's user
     (folder / MANIFEST).write_bytes(data)
-    (folder / MANIFEST_HASH).write_text(f"{sha256_of(folder / MANIFEST)}  {MANIFEST}\n")
+    (folder / MANIFEST_HASH).write_bytes(_hash_line(folder))
+
+
+def _hash_line(folder: Path) -> bytes:
+    """As `sha256sum manifest.json` prints it."""
+    return f"{sha256_of(folder / MANIFEST)}  {MANIFEST}\n".encode()
 
 
 def read_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
@@ -121,10 +126,10 @@ def read_bundle(path: str | Path, *, verify: bool = True) -> Bundle:
         raise BundleError(f"'{folder}' holds no {MANIFEST}; it is no bundle")
     data = (folder / MANIFEST).read_bytes()
     try:
-        recorded = (folder / MANIFEST_HASH).read_text(errors="replace").split()
+        recorded = (folder / MANIFEST_HASH).read_bytes()
     except FileNotFoundError as error:
         raise IntegrityError(f"'{folder / MANIFEST_HASH}' is missing; export the bundle again") from error
-    if recorded != [sha256_of(folder / MANIFEST), MANIFEST]:
+    if recorded != _hash_line(folder):
         raise IntegrityError(f"'{folder / MANIFEST}' differs from '{MANIFEST_HASH}'; export the bundle again")
     try:
         manifest = msgspec.json.decode(data, type=Manifest)

@@ -4,8 +4,9 @@ The reference is the eager model in float32 and eval mode. Its own noise is meas
 difference means that the model is not deterministic, and refuses it) and rows alone against rows in a batch.
 
 Tolerance. An element passes when |got − reference| ≤ atol + rtol·|reference| with rtol = 1e-4 and
-atol = max(2e-5·scale, 4·noise, 1e-8), where scale is the root mean square of the reference output in that case and
-noise the measured difference between row alone and row in batch, counted up to 1e-3·scale. Nothing else loosens it.
+atol = max(2e-5·scale, 4·noise, 1e-12). scale is the root mean square of the reference output in that case, or 1 % of
+that output's largest over all cases where this is more (a case that happens to answer zeros). noise is the measured
+difference between a row alone and in a batch, counted up to 1e-3·scale. Nothing else loosens it.
 Integer and bool outputs must be equal. NaN equals NaN only at the same place.
 """
 
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 _NOISE_FACTOR = 4.0
 _NOISE_CEILING = 1e-3  # of the output's scale: noise beyond it is no noise, rows mix
-_ATOL_FLOOR = 1e-8
+_ATOL_FLOOR = 1e-12
+_SCALE_SHARE = 0.01  # of the output's usual scale, for cases that answer near zero
 _ROWS_ALONE = 8
 
 Run = Callable[[Arrays], dict[str, Array]]
@@ -101,6 +103,10 @@ class Reference:
     outputs: Mapping[str, Arrays]
     noise: dict[str, float]
     batch_independent: bool
+
+    def scales(self) -> dict[str, float]:
+        """Largest root mean square of each output over all cases."""
+        return {name: max(_rms(arrays[name]) for arrays in self.outputs.values()) for name in self.noise}
 
 
 def scatter(array: Array) -> Array:
@@ -201,8 +207,16 @@ def _rms(array: Array) -> float:
     return float(np.sqrt(np.mean(values**2))) if values.size else 0.0
 
 
-def compare(case: str, name: str, got: Array, expected: Array, tolerance: Tolerance, noise: float) -> OutputCheck:
-    """Hold one output of an artifact to the eager model's."""
+def compare(
+    case: str,
+    name: str,
+    got: Array,
+    expected: Array,
+    tolerance: Tolerance,
+    noise: float = 0.0,
+    usual_scale: float = 0.0,
+) -> OutputCheck:
+    """Hold one output of an artifact to the eager model's. `usual_scale`: its largest rms over all cases."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return OutputCheck(
             case,
@@ -214,11 +228,12 @@ def compare(case: str, name: str, got: Array, expected: Array, tolerance: Tolera
         wrong = int(np.count_nonzero(got != expected))
         reason = f"{wrong} of {expected.size} values differ; {expected.dtype} must be equal" if wrong else ""
         return OutputCheck(case, name, not wrong, reason, max_abs=float(wrong > 0), error_over_allowed=float(wrong))
-    return _compare_floats(case, name, got.astype(np.float64), expected.astype(np.float64), tolerance, noise)
+    scale = max(_rms(expected), _SCALE_SHARE * usual_scale)
+    return _compare_floats(case, name, got.astype(np.float64), expected.astype(np.float64), tolerance, noise, scale)
 
 
 def _compare_floats(
-    case: str, name: str, got: Array, expected: Array, tolerance: Tolerance, noise: float
+    case: str, name: str, got: Array, expected: Array, tolerance: Tolerance, noise: float, scale: float
 ) -> OutputCheck:
     nan_count = int(np.isnan(expected).sum())
     special = ~np.isfinite(expected) | ~np.isfinite(got)
@@ -227,7 +242,6 @@ def _compare_floats(
     regular = ~special
     reference, answer = expected[regular], got[regular]
     error = np.abs(answer - reference)
-    scale = _rms(expected)
     atol = max(
         tolerance.atol_scale * scale, _NOISE_FACTOR * min(noise, _NOISE_CEILING * scale), _ATOL_FLOOR
     )  # fmt: skip
@@ -261,6 +275,7 @@ def run_gate(
 ) -> ValidationReport:
     """Every case through the artifact, held to the reference. A case in which the artifact fails is a failed check."""
     tolerance = TOLERANCES[precision]
+    scales = reference.scales()
     checks: list[OutputCheck] = []
     for case in cases_for(spec):
         expected = reference.outputs[case.name]
@@ -271,7 +286,7 @@ def run_gate(
             checks += [OutputCheck(case.name, tensor.name, False, reason, finite=False) for tensor in spec.outputs]
             continue
         checks += [
-            compare(case.name, name, got[name], array, tolerance, reference.noise[name])
+            compare(case.name, name, got[name], array, tolerance, reference.noise[name], scales[name])
             for name, array in expected.items()
         ]
     reasons = tuple(f"{check.output} at {check.case}: {check.reason}" for check in checks if not check.passed)
