@@ -35,11 +35,13 @@ SCHEMA_VERSION = 1
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The checkpoint that a bundle was made from."""
+    """The checkpoint that a bundle was made from; `sha256` is that of its weights, `model_sha256` of the Python file
+    that builds its model ("" for code without a file)."""
 
     path: str
     sha256: str
     model: str
+    model_sha256: str = ""
     weight_set: str = "raw"
     step: int | None = None
     renamed_keys: dict[str, str] = {}

@@ -28,8 +28,8 @@ from deployer.errors import DeployerError, GateError
 from deployer.files import publish_folder, staged_folder
 from deployer.formats import ExportJob, Format, Target, get_format
 from deployer.machine import architecture, cpu_features
-from deployer.runtime import open_artifact
-from deployer.validate import Reference, ValidationReport, make_reference, run_gate, write_references
+from deployer.runtime import open_artifact, preflight
+from deployer.validate import Reference, ValidationReport, make_reference, read_report, run_gate, write_references
 from deployer.versions import tool_versions
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def export(
     record = get_format(target.format)
     record.check_target(target)
     reference = reference or make_reference(checkpoint)
-    final = Path(output) / f"{checkpoint.spec.name}-{target.slug}"
+    final = _place(checkpoint, target, output)
     rejected = final.with_name(final.name + REJECTED_SUFFIX)
     with staged_folder(final) as staging:
         report = _build(checkpoint, target, record, reference, staging)
@@ -70,19 +70,52 @@ def export(
     return read_bundle(final), report
 
 
-def export_all(checkpoint: Checkpoint, targets: Sequence[Target], output: str | Path) -> list[Outcome]:
-    """Export several targets; one that fails does not stop the others. The eager reference is computed once."""
+def export_all(
+    checkpoint: Checkpoint, targets: Sequence[Target], output: str | Path, *, reuse: bool = False
+) -> list[Outcome]:
+    """Export several targets; one that fails does not stop the others. The eager reference is computed once.
+
+    With `reuse`, a bundle that is there, whole, passed and made from these weights and this model file for this spec by
+    these versions is kept as it is.
+    """
     for target in targets:
         get_format(target.format).check_target(target)
-    reference = make_reference(checkpoint)
     outcomes = []
+    reference: Reference | None = None
     for target in targets:
         try:
+            if reuse and (current := current_bundle(checkpoint, target, output)):
+                log.warning("'%s' is up to date; kept", current.path)
+                outcomes.append(Outcome(target, current, read_report(current)))
+                continue
+            reference = reference or make_reference(checkpoint)
             bundle, report = export(checkpoint, target, output, reference=reference)
             outcomes.append(Outcome(target, bundle, report))
         except DeployerError as error:
             outcomes.append(Outcome(target, error=error))
     return outcomes
+
+
+def current_bundle(checkpoint: Checkpoint, target: Target, output: str | Path) -> Bundle | None:
+    """The bundle of this target in `output` if an export now would make the same one, else None."""
+    try:
+        bundle = read_bundle(_place(checkpoint, target, output))
+        preflight(bundle.manifest)
+    except DeployerError:
+        return None
+    manifest = bundle.manifest
+    same = (
+        manifest.passed
+        and manifest.source.sha256 == checkpoint.sha256
+        and (manifest.source.model, manifest.source.model_sha256) == (checkpoint.model, checkpoint.code_sha256())
+        and manifest.spec == checkpoint.spec
+        and manifest.tool_versions == tool_versions("numpy", *get_format(target.format).tools)
+    )
+    return bundle if same else None
+
+
+def _place(checkpoint: Checkpoint, target: Target, output: str | Path) -> Path:
+    return Path(output) / f"{checkpoint.spec.name}-{target.slug}"
 
 
 def _build(
@@ -111,6 +144,7 @@ def _build(
                 checkpoint.source,
                 checkpoint.sha256,
                 checkpoint.model,
+                checkpoint.code_sha256(),
                 checkpoint.weight_set,
                 checkpoint.step,
                 dict(checkpoint.renamed),

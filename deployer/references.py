@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from deployer.errors import ModelError, first_line, nearest
+from deployer.files import sha256_of
 
 
 def split_reference(reference: str) -> tuple[str, str]:
@@ -51,6 +52,16 @@ def load_reference(reference: str, folder: Path | None = None) -> Callable[..., 
     if not callable(target):
         raise ModelError(f"'{reference}' is a {type(target).__name__}; a function or class is expected")
     return target  # type: ignore[no-any-return]
+
+
+def source_sha256(reference: str, folder: Path | None = None) -> str:
+    """Hex sha256 of the Python file that `reference` lives in; "" for code without a file."""
+    source, _ = split_reference(reference)
+    if source.endswith(".py"):
+        path: str | None = str((folder or Path()) / source)
+    else:
+        path = getattr(_import_module(source), "__file__", None)
+    return sha256_of(Path(path)) if path and Path(path).is_file() else ""
 
 
 def _import_module(source: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -223,3 +224,15 @@ def test_validate_runs_the_gate_again(digits_bundles: Mapping[str, Path], digits
 def test_validate_refuses_another_models_checkpoint(digits_bundles: Mapping[str, Path]) -> None:
     with pytest.raises(GateError, match="give the checkpoint it was made from"):
         validate(digits_bundles["onnx"], checkpoint=checkpoint_of(Scale))
+
+
+def test_reuse_keeps_what_an_export_would_make_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = checkpoint_of(Scale)
+    first = export_all(checkpoint, [Target("exported")], tmp_path, reuse=True)[0]
+    written = first.bundle.path.joinpath("manifest.json").stat().st_mtime_ns
+    again = export_all(checkpoint, [Target("exported")], tmp_path, reuse=True)[0]
+    assert again.report == first.report
+    assert again.bundle.path.joinpath("manifest.json").stat().st_mtime_ns == written
+    monkeypatch.setattr(sys.modules["deployer.export"], "tool_versions", lambda *names: {"torch": "0"})
+    export_all(checkpoint, [Target("exported")], tmp_path, reuse=True)
+    assert again.bundle.path.joinpath("manifest.json").stat().st_mtime_ns > written

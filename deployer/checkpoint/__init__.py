@@ -20,7 +20,7 @@ from deployer.checkpoint.probe import probe_outputs, probe_spec
 from deployer.checkpoint.weights import StateDict, load_weights, read_weights
 from deployer.errors import CheckpointError, ModelError, SpecError, first_line
 from deployer.files import sha256_of
-from deployer.references import is_file_reference, load_reference, split_reference
+from deployer.references import is_file_reference, load_reference, source_sha256, split_reference
 from deployer.samples import check_samples, read_samples
 from deployer.spec import Arrays, ModelSpec
 
@@ -49,6 +49,10 @@ class Checkpoint:
         if self.state is not None:
             load_weights(model, self.state, f"'{self.source}'")
         return model.float().eval().requires_grad_(False)
+
+    def code_sha256(self) -> str:
+        """Hex sha256 of the file that builds the model."""
+        return source_sha256(self.model, self.folder)
 
 
 def build_model(reference: str, args: Mapping[str, Any], folder: Path | None = None) -> nn.Module:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 @click.option(
     "--recipe", type=click.Path(path_type=Path), help="Recipe file.  [default: deployer.yaml where it stands]"
 )
+@click.option(
+    "--reuse", is_flag=True, help="Keep bundles that were made from these weights and model file by these versions."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     checkpoint: Path | None,
@@ -46,6 +49,7 @@ def command(
     samples: str | None,
     name: str | None,
     recipe: Path | None,
+    reuse: bool,
     as_json: bool,
 ) -> None:
     """Export CHECKPOINT (a checkpoint folder or a weights file), one bundle a target, each passed through the gate.
@@ -63,7 +67,7 @@ def command(
     with working("reading the checkpoint"):
         loaded = load_described(found, folder, checkpoint, model=model, args=args, samples=samples, name=name)
     with working(f"exporting {loaded.spec.name}"):
-        outcomes = export_all(loaded, targets, output or Path(found.export.output))
+        outcomes = export_all(loaded, targets, output or Path(found.export.output), reuse=reuse)
     if as_json:
         emit_json(_document(outcomes))
     else:
