@@ -1,0 +1,126 @@
+"""The files that one instance of TorchServe is started with, safe and quiet, and what its logs say of a failure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_CENTURY_MIN = 60 * 24 * 365 * 100  # TorchServe takes up to 5e14; a token that expires stops a healthy server
+
+
+@dataclass(frozen=True)
+class Ports:
+    inference: int
+    management: int
+    metrics: int
+    grpc_inference: int
+    grpc_management: int
+
+
+def config_properties(
+    host: str, ports: Ports, archives: Sequence[str], max_request_bytes: int, max_response_bytes: int
+) -> str:
+    """config.properties: `host` is where inference listens; everything else is on the loopback.
+
+    Closed: registering models over HTTP, fetching archives from anywhere, installing their requirements. Bodies reach
+    the handler as they came, since TorchServe's own decoding turns JSON floats and loses bad JSON.
+    """
+    lines = {
+        "inference_address": f"http://{host}:{ports.inference}",
+        "management_address": f"http://{LOOPBACK}:{ports.management}",
+        "metrics_address": f"http://{LOOPBACK}:{ports.metrics}",
+        "grpc_inference_address": LOOPBACK,
+        "grpc_management_address": LOOPBACK,
+        "grpc_inference_port": ports.grpc_inference,
+        "grpc_management_port": ports.grpc_management,
+        "load_models": ",".join(archives),
+        "metrics_mode": "prometheus",
+        "disable_system_metrics": "true",
+        "enable_model_api": "false",
+        "enable_envvars_config": "false",
+        "disable_token_authorization": "false",
+        "token_expiration_min": _CENTURY_MIN,
+        "allowed_urls": "file:///nonexistent/.*",
+        "decode_input_request": "false",
+        "install_py_dep_per_model": "false",
+        "max_request_size": max_request_bytes,
+        "max_response_size": max_response_bytes,
+    }
+    return "".join(f"{key}={value}\n" for key, value in lines.items())
+
+
+#: worker.log: a thread's name, a blank, one line of a worker's stdout or stderr. server.log: warnings of the frontend.
+LOG4J = """\
+<?xml version="1.0" encoding="UTF-8"?>
+<Configuration status="ERROR">
+  <Appenders>
+    <RollingFile name="server" fileName="logs/server.log" filePattern="logs/server.%i.log">
+      <PatternLayout pattern="%d{ISO8601} %-5p %c{1} - %m%n%ex{1}"/>
+      <Policies><SizeBasedTriggeringPolicy size="10 MB"/></Policies>
+      <DefaultRolloverStrategy max="2"/>
+    </RollingFile>
+    <RollingFile name="worker" fileName="logs/worker.log" filePattern="logs/worker.%i.log">
+      <PatternLayout pattern="%t %m%n"/>
+      <Policies><SizeBasedTriggeringPolicy size="10 MB"/></Policies>
+      <DefaultRolloverStrategy max="2"/>
+    </RollingFile>
+  </Appenders>
+  <Loggers>
+    <Logger name="ACCESS_LOG" level="off"/>
+    <Logger name="MODEL_METRICS" level="off"/>
+    <Logger name="TS_METRICS" level="off"/>
+    <Logger name="TELEMETRY_METRICS" level="off"/>
+    <Logger name="io.netty" level="error"/>
+    <Logger name="MODEL_LOG" level="info" additivity="false"><AppenderRef ref="worker"/></Logger>
+    <Root level="warn"><AppenderRef ref="server"/></Root>
+  </Loggers>
+</Configuration>
+"""
+
+_DEATH = "Backend worker process died."
+_LOAD_FAILED = re.compile(r"Failed to load model: (\S+)|Load model failed: (\S+)")
+
+
+def worker_failure(logs: Path) -> str:
+    """The error line of the first worker that died, in that worker's own words, or nothing."""
+    lines = _lines(logs / "worker.log")
+    dead = next((line.split(" ", 1)[0] for line in lines if line.endswith(_DEATH)), None)
+    if dead is None:
+        return ""
+    own = [line[len(dead) + 1 :] for line in lines if line.startswith(f"{dead} ")]
+    errors = [
+        line
+        for line in own[own.index(_DEATH) + 1 :]
+        if line.strip() and not line.startswith((" ", "Traceback", "During handling", "The above exception"))
+    ]
+    # TorchServe answers a failed import of the handler by trying a handler of its own: the first error is the cause.
+    chosen = errors[:1] if errors and "ts.torch_handler" in errors[-1] else errors[-1:]
+    return chosen[0].removeprefix("deployer.errors.") if chosen else "its process died without a word"
+
+
+def registration_failure(logs: Path) -> str:
+    """Why the frontend could not load an archive, or nothing: it says so in its log and starts all the same."""
+    lines = _lines(logs / "server.log")
+    for index, line in enumerate(lines):
+        if _LOAD_FAILED.search(line):
+            return " ".join(part.strip() for part in lines[index : index + 2])
+    return ""
+
+
+def last_words(logs: Path) -> str:
+    """The last line that a server that ended has left, from its log or from its console."""
+    for name in ("server.log", "console.log"):
+        telling = [line.strip() for line in _lines(logs / name) if line.strip() and "WARNING: sun.reflect" not in line]
+        if telling:
+            return telling[-1][:300]
+    return "it left no message"
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,433 @@
+"""One instance of TorchServe: started closed and quiet, ready when it truly answers, gone without a trace when stopped.
+
+    with Server(["model_store/digits.mar"], port=0, management_port=0, metrics_port=0) as server:
+        server.endpoints[0].url
+
+Everything that it writes lies in a folder of its own (0700): configuration, archives, logs, sockets, keys. TorchServe
+says "Model server started" whether or not a model works; here ready means that every worker is up by the management
+API, that the settings read back are those of the archives, and that real samples are answered as the eager model
+answers them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import msgspec
+
+from deployer.bundle import MANIFEST, Bundle, read_bundle
+from deployer.errors import BundleError, GateError, MachineError, ServerError, UsageError, first_line
+from deployer.package.mar import BUNDLE_FOLDER, Mar
+from deployer.package.probe import BAD_BODY, Probe, judge, judge_refusal, make_probes
+from deployer.package.settings import Settings
+from deployer.package.torchserve import read_mar, read_settings
+from deployer.protocol import JSON
+from deployer.runtime import preflight
+from deployer.serve.config import (
+    LOG4J,
+    LOOPBACK,
+    Ports,
+    config_properties,
+    last_words,
+    registration_failure,
+    worker_failure,
+)
+from deployer.serve.java import INSTALL, find_java
+from deployer.serve.ports import choose_ports
+from deployer.serve.processes import end_session
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+
+_POLL_S = 0.25
+_LOG_SETTLE_S = 0.5  # a dying worker's traceback reaches its log line by line
+_REQUEST_TIMEOUT_S = 60.0
+_STOP_GRACE_S = 15.0
+_SOCKET_PATH_LIMIT_BYTES = 107  # sockaddr_un
+_OFF_ENVIRONMENT = ("LOG_LOCATION", "METRICS_LOCATION")
+
+
+@dataclass(frozen=True)
+class Served:
+    """One archive that is being served."""
+
+    mar: Mar
+    settings: Settings
+    bundle: Bundle
+    probes: tuple[Probe, ...]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model that answers: `sample` is a request body (JSON) that it has answered rightly."""
+
+    name: str
+    version: str
+    url: str
+    settings: Settings
+    sample: Path
+
+
+class Server:
+    """TorchServe as a context manager. Ports of 0 mean any free one.
+
+    `host` is where inference listens; management, metrics and gRPC stay on the loopback. `token_file` is an additional
+    place for the inference token. Raises on entry, with nothing left behind: UsageError (ports, settings, doubled
+    models), BundleError, IntegrityError, MachineError (TorchServe or Java missing), GateError (not ready in time, a
+    worker that dies, other settings than asked for, wrong answers).
+    """
+
+    def __init__(
+        self,
+        archives: Sequence[str | Path],
+        *,
+        host: str = LOOPBACK,
+        port: int = 8080,
+        management_port: int = 8081,
+        metrics_port: int = 8082,
+        start_timeout_s: float = START_TIMEOUT_S,
+        token_file: str | Path | None = None,
+    ) -> None:
+        if not archives:
+            raise UsageError("no .mar given; `deployer package` makes one")
+        if start_timeout_s <= 0:
+            raise UsageError(f"--start-timeout-s {start_timeout_s:g}: more than 0 is expected")
+        self._archives = [Path(archive) for archive in archives]
+        self._host = _checked_host(host)
+        self._wanted_ports = (port, management_port, metrics_port)
+        self._start_timeout_s = start_timeout_s
+        self._extra_token_file = Path(token_file) if token_file is not None else None
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ports = Ports(0, 0, 0, 0, 0)
+        self._keys: dict[str, str] = {}
+        self.endpoints: list[Endpoint] = []
+
+    # ------------------------------------------------------------------------------------------------ what it is
+
+    @property
+    def folder(self) -> Path:
+        """The instance's own folder; its logs are in `logs/`."""
+        if self._folder is None:
+            raise ServerError("the server is not running")
+        return self._folder
+
+    @property
+    def pid(self) -> int:
+        """The id of the frontend's process."""
+        if self._process is None:
+            raise ServerError("the server is not running")
+        return self._process.pid
+
+    @property
+    def token(self) -> str:
+        return self._keys["inference"]
+
+    @property
+    def token_file(self) -> Path:
+        """A file (0600) that holds the inference token and nothing else."""
+        return self._extra_token_file or self.folder / "token"
+
+    @property
+    def management_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._ports.management}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{LOOPBACK}:{self._ports.metrics}/metrics"
+
+    @property
+    def inference_url(self) -> str:
+        host = LOOPBACK if ipaddress.ip_address(self._host).is_unspecified else self._host
+        return f"http://{host}:{self._ports.inference}"
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start and wait until it is ready. Whatever goes wrong, an interrupt too, nothing is left behind."""
+        _check_installed()
+        java = find_java(os.environ)
+        mars = _read_archives(self._archives)
+        try:
+            served = self._prepare(mars)
+            self._launch(java)
+            deadline = time.monotonic() + self._start_timeout_s
+            self._read_keys(deadline)
+            for entry in served:
+                self._wait_for_workers(entry, deadline)
+                self._check_effective(entry)
+                self._check_answers(entry)
+                self.endpoints.append(self._endpoint(entry))
+                shutil.rmtree(entry.bundle.path, ignore_errors=True)
+            self._write_tokens()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End every process and remove the folder. Safe to call twice."""
+        process, self._process = self._process, None
+        folder, self._folder = self._folder, None
+        self.endpoints = []
+        try:
+            if process is not None:
+                end_session(process, _STOP_GRACE_S)
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                if self._extra_token_file is not None and self._keys:
+                    self._extra_token_file.unlink(missing_ok=True)
+            self._keys = {}
+
+    def wait(self) -> None:
+        """Block until interrupted. Raises ServerError when the server ends by itself."""
+        while True:
+            self._check_alive()
+            time.sleep(_POLL_S)
+
+    # ------------------------------------------------------------------------------------------------ start, in order
+
+    def _prepare(self, mars: Sequence[Mar]) -> list[Served]:
+        """The instance's folder with all that TorchServe reads. mkdtemp makes it 0700."""
+        inference, management, metrics = self._wanted_ports
+        free = choose_ports(
+            self._host, [("--port", inference), ("--management-port", management), ("--metrics-port", metrics)]
+        )
+        self._ports = Ports(*free, *choose_ports(LOOPBACK, [("gRPC inference", 0), ("gRPC management", 0)]))
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="deployer-serve-"))
+        if len(os.fsencode(folder / "tmp" / ".ts.sock.9999")) > _SOCKET_PATH_LIMIT_BYTES:
+            raise UsageError(f"the temporary folder '{folder.parent}' has too long a path for sockets; set TMPDIR")
+        for name in ("store", "tmp", "logs", "bundles", "samples"):
+            (folder / name).mkdir()
+        served = [_unpack(mar, folder / "bundles" / str(index)) for index, mar in enumerate(mars)]
+        names = [f"{index}.mar" for index in range(len(mars))]
+        for mar, name in zip(mars, names, strict=True):
+            _link_or_copy(mar.path, folder / "store" / name)
+        (folder / "log4j2.xml").write_text(LOG4J)
+        request_bytes = max(entry.settings.max_request_bytes for entry in served)
+        response_bytes = max(entry.settings.max_response_bytes for entry in served)
+        text = config_properties(self._host, self._ports, names, request_bytes, response_bytes)
+        (folder / "config.properties").write_text(text)
+        return served
+
+    def _launch(self, java: Path) -> None:
+        """Start the frontend in a session of its own: a Ctrl-C in the terminal reaches us alone, and we end it all.
+
+        Java is started directly: the `torchserve` command would stay between us and it, and die without ending it.
+        """
+        import ts
+
+        folder = self.folder
+        home = Path(ts.__file__).resolve().parent.parent
+        command = [
+            str(java / "bin" / "java"),
+            f"-Dmodel_server_home={home}",
+            f"-Dlog4j.configurationFile={(folder / 'log4j2.xml').as_uri()}",
+            f"-Djava.io.tmpdir={folder / 'tmp'}",
+            "-XX:-UsePerfData",  # its file lies in /tmp whatever the temporary folder is, and outlives a kill
+            *("-cp", str(home / "ts" / "frontend" / "*"), "org.pytorch.serve.ModelServer"),
+            *("--python", sys.executable, "-f", "config.properties", "-s", str(folder / "store"), "-ncs"),
+        ]
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("TS_") and name not in _OFF_ENVIRONMENT
+        }
+        environment |= {"TEMP": str(folder / "tmp"), "TMPDIR": str(folder / "tmp"), "JAVA_HOME": str(java)}
+        log.info("starting TorchServe")
+        with (folder / "logs" / "console.log").open("wb") as console:
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=console, stderr=console, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _read_keys(self, deadline: float) -> None:
+        """The tokens, from the file that TorchServe writes in its working folder."""
+        path = self.folder / "key_file.json"
+        while True:
+            self._check_alive()
+            try:
+                document = msgspec.json.decode(path.read_bytes())
+                self._keys = {kind: str(document[kind]["key"]) for kind in ("inference", "management")}
+                return
+            except (FileNotFoundError, msgspec.DecodeError, KeyError):
+                self._check_deadline(deadline, "TorchServe wrote no keys")
+                time.sleep(_POLL_S)
+
+    def _wait_for_workers(self, entry: Served, deadline: float) -> None:
+        """Until every worker of a model is READY by the management API. A worker that dies ends the wait."""
+        label = f"{entry.mar.name} {entry.mar.version}"
+        log.info("waiting for %d workers of %s", entry.settings.workers, label)
+        while True:
+            self._check_alive()
+            self._check_logs()
+            states = [worker.get("status") for worker in (self._describe(entry) or {}).get("workers", [])]
+            if states.count("READY") >= entry.settings.workers:
+                return
+            self._check_deadline(deadline, f"{label} has {states.count('READY')} of {entry.settings.workers} workers")
+            time.sleep(_POLL_S)
+
+    def _check_alive(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            words = last_words(self.folder / "logs") if self._folder is not None else "it was stopped"
+            raise ServerError(f"TorchServe ended by itself: {words}")
+
+    def _check_logs(self) -> None:
+        logs = self.folder / "logs"
+        if failure := registration_failure(logs):
+            raise GateError(f"TorchServe could not load a model: {failure}")
+        if worker_failure(logs):
+            time.sleep(_LOG_SETTLE_S)
+            raise GateError(f"a worker could not start: {worker_failure(logs)}")
+
+    def _check_deadline(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise GateError(
+                f"not ready within {self._start_timeout_s:g} s: {what}; {last_words(self.folder / 'logs')}; "
+                "see --start-timeout-s"
+            )
+
+    # ------------------------------------------------------------------------------------------------ what it does
+
+    def describe(self, name: str, version: str) -> dict[str, Any] | None:
+        """What the management API says of a model: effective settings and workers; None before it is registered."""
+        headers = {"Authorization": f"Bearer {self._keys['management']}"}
+        url = f"{self.management_url}/models/{name}/{version}"
+        try:
+            with _http() as client:
+                response = client.get(url, headers=headers)
+        except httpx.HTTPError:
+            return None
+        if response.status_code != 200:
+            return None
+        described: list[dict[str, Any]] = msgspec.json.decode(response.content)
+        return described[0]
+
+    def _describe(self, entry: Served) -> dict[str, Any] | None:
+        return self.describe(entry.mar.name, entry.mar.version)
+
+    def _check_effective(self, entry: Served) -> None:
+        """Raises GateError when the server runs with other settings than the archive asks for."""
+        described = self._describe(entry) or {}
+        asked = {
+            "batchSize": entry.settings.batch_size,
+            "maxBatchDelay": entry.settings.max_batch_delay_ms,
+            "minWorkers": entry.settings.workers,
+            "maxWorkers": entry.settings.workers,
+        }
+        for key, value in asked.items():
+            if described.get(key) != value:
+                raise GateError(
+                    f"{entry.mar.name} {entry.mar.version} runs with {key} {described.get(key)} instead of {value}"
+                )
+
+    def _check_answers(self, entry: Served) -> None:
+        """Real samples over HTTP, held to the eager model; and a wrong request, which must get its own 400."""
+        log.info("holding answers of %s %s to the eager model", entry.mar.name, entry.mar.version)
+        with _http() as client:
+            for probe in entry.probes:
+                response = self._post(client, entry.mar, probe.body, probe.content_type, probe.accept)
+                content_type = response.headers.get("content-type", "")
+                if reason := judge(probe, entry.bundle, response.status_code, response.content, content_type):
+                    raise GateError(f"{entry.mar.name} {entry.mar.version}: {reason}")
+            refused = self._post(client, entry.mar, BAD_BODY, JSON, JSON)
+        if reason := judge_refusal(refused.status_code, refused.content):
+            raise GateError(f"{entry.mar.name} {entry.mar.version}: {reason}")
+
+    def _post(self, client: httpx.Client, mar: Mar, body: bytes, content_type: str, accept: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": content_type, "Accept": accept}
+        try:
+            return client.post(self._url(mar), content=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise GateError(f"{self._url(mar)} gave no answer: {first_line(error) or type(error).__name__}") from error
+
+    def _url(self, mar: Mar) -> str:
+        return f"{self.inference_url}/predictions/{mar.name}/{mar.version}"
+
+    def _endpoint(self, entry: Served) -> Endpoint:
+        sample = self.folder / "samples" / f"{entry.mar.name}-{entry.mar.version}.json"
+        sample.write_bytes(next(probe.body for probe in entry.probes if probe.content_type == JSON))
+        return Endpoint(entry.mar.name, entry.mar.version, self._url(entry.mar), entry.settings, sample)
+
+    def _write_tokens(self) -> None:
+        for path in (self.folder / "token", self._extra_token_file):
+            if path is not None:
+                path.unlink(missing_ok=True)
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    file.write(f"{self.token}\n")
+
+
+def _http() -> httpx.Client:
+    """trust_env off: a proxy of the environment must see neither the tokens nor a loopback request."""
+    return httpx.Client(timeout=_REQUEST_TIMEOUT_S, trust_env=False)
+
+
+def _checked_host(host: str) -> str:
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError as error:
+        raise UsageError(f"--host {host}: an IPv4 address such as {LOOPBACK} is expected") from error
+    if not address.is_loopback:
+        log.warning("inference will be reachable on %s, with the token; put TLS in front of it", host)
+    return str(address)
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("ts") is None:
+        raise MachineError("serving needs torchserve, which this machine lacks", install=INSTALL)
+
+
+def _read_archives(paths: Sequence[Path]) -> list[Mar]:
+    """Every archive, checked; none twice. Nothing is started or written before all of them are read."""
+    mars: dict[tuple[str, str], Mar] = {}
+    for path in paths:
+        mar = read_mar(path)
+        if f"{BUNDLE_FOLDER}/{MANIFEST}" not in mar.entries:
+            raise BundleError(f"'{path}' holds no bundle, it was not made by deployer; `deployer package` makes one")
+        read_settings(mar)
+        other = mars.setdefault((mar.name, mar.version), mar)
+        if other is not mar:
+            raise UsageError(f"'{other.path}' and '{path}' are both {mar.name} {mar.version}; give one of them")
+    return list(mars.values())
+
+
+def _unpack(mar: Mar, folder: Path) -> Served:
+    """The archive's bundle, hashes verified and this machine held to its needs, and requests made of its samples."""
+    folder.mkdir()
+    mar.extract(folder, below=BUNDLE_FOLDER)
+    bundle = read_bundle(folder)
+    if not bundle.manifest.passed:
+        raise GateError(f"the bundle in '{mar.path}' has not passed the gate; export and package it again")
+    preflight(bundle.manifest)
+    return Served(mar, read_settings(mar), bundle, tuple(make_probes(bundle)))
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
