@@ -15,7 +15,7 @@ from deployer.checkpoint.folder import RECORD, WEIGHTS, read_record
 from deployer.checkpoint.weights import read_weights
 from deployer.errors import BundleError, CheckpointError, first_line
 from deployer.files import sha256_of
-from deployer.package.torchserve import read_mar
+from deployer.package.mar import BUNDLE_FOLDER, read_mar
 from deployer.spec import ModelSpec
 
 SCHEMA_VERSION = 1
@@ -121,14 +121,15 @@ def _inspect_checkpoint(place: Path) -> Inspection:
 
 
 def _inspect_mar(place: Path) -> Inspection:
-    files = read_mar(place)
+    archive = read_mar(place)
     try:
-        manifest = msgspec.json.decode(files.read(f"bundle/{MANIFEST}"), type=Manifest)
-        archive = msgspec.json.decode(files.read("MAR-INF/MANIFEST.json"))
+        manifest = msgspec.json.decode(archive.read(f"{BUNDLE_FOLDER}/{MANIFEST}"), type=Manifest)
     except (KeyError, msgspec.DecodeError) as error:
         raise BundleError(f"'{place}' was not made by deployer: {first_line(error)}") from error
-    facts = {"archive": json.dumps(archive.get("model", {})), **_bundle_facts(manifest)}
-    hashes = {place.name: sha256_of(place), **{f"bundle/{name}": text for name, text in manifest.sha256.items()}}
+    config = {key: value for key, value in archive.model_config.items() if not isinstance(value, dict)}
+    facts = {"handler": archive.handler, "model config": json.dumps(config), **_bundle_facts(manifest)}
+    inside = {f"{BUNDLE_FOLDER}/{name}": text for name, text in manifest.sha256.items()}
+    hashes = {place.name: sha256_of(place), **inside}
     return Inspection(
         "mar", str(place), place.stat().st_size, facts, hashes, manifest.spec, tool_versions=manifest.tool_versions
     )
@@ -145,8 +146,16 @@ def _tensors(path: Path) -> tuple[TensorRow, ...]:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             return tuple(
-                TensorRow(name, part.get_dtype().lower(), tuple(part.get_shape())) for name, part in slices.items()
+                TensorRow(name, _dtype_name(part.get_dtype()), tuple(part.get_shape()))
+                for name, part in slices.items()
             )
     except (SafetensorError, OSError) as error:
         size_bytes = path.stat().st_size
         raise CheckpointError(f"'{path}' ({size_bytes} bytes) is truncated or corrupt: {first_line(error)}") from error
+
+
+def _dtype_name(code: str) -> str:
+    """safetensors' `F32`, `I64`, `BF16`, `U8` in torch's words."""
+    kind, bits = code.rstrip("0123456789"), code.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    words = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat"}
+    return f"{words[kind]}{bits}" if kind in words else code.lower()
