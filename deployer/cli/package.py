@@ -1,0 +1,80 @@
+"""`deployer package`: a gated bundle as a server's package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deployer.cli.console import emit_json, make_table, out, working
+
+
+@click.command("package")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--engine", default="torchserve", show_default=True, metavar="ENGINE", help="The server to package for.")
+@click.option(
+    "--batch-size", type=int, metavar="N", help="Requests that share a run at most.  [default: the batch Dim's typical]"
+)
+@click.option(
+    "--max-batch-delay-ms", type=int, metavar="MS", help="How long the first of them waits at most.  [default: 2]"
+)
+@click.option("--workers", type=int, metavar="N", help="Processes; they divide the cores.  [default: 2, on one core 1]")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("model_store"),
+    show_default=True,
+    help="Folder for the package.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    bundle: Path,
+    engine: str,
+    batch_size: int | None,
+    max_batch_delay_ms: int | None,
+    workers: int | None,
+    output: Path,
+    as_json: bool,
+) -> None:
+    """Make a package (for TorchServe a .mar) of BUNDLE, which must have passed the gate.
+
+    The package is loaded by the server's own loader in a fresh process and must answer real samples as the eager model
+    does before it takes its name.
+    """
+    from deployer.files import sha256_of
+    from deployer.package import package
+    from deployer.package.torchserve import read_mar, read_settings
+
+    with working(f"packaging {bundle}"):
+        path = package(
+            bundle,
+            engine=engine,
+            output=output,
+            batch_size=batch_size,
+            max_batch_delay_ms=max_batch_delay_ms,
+            workers=workers,
+        )
+    mar = read_mar(path)
+    settings = read_settings(mar)
+    facts = {
+        "package": str(path),
+        "engine": engine,
+        "model": mar.name,
+        "version": mar.version,
+        "size_bytes": path.stat().st_size,
+        "sha256": sha256_of(path),
+        "batch_size": settings.batch_size,
+        "max_batch_delay_ms": settings.max_batch_delay_ms,
+        "workers": settings.workers,
+        "intra_op_threads": settings.intra_op_threads,
+        "max_request_bytes": settings.max_request_bytes,
+        "max_response_bytes": settings.max_response_bytes,
+    }
+    if as_json:
+        emit_json({"schema_version": 1, **facts})
+        return
+    table = make_table("package", str(path))
+    for name, value in list(facts.items())[1:]:
+        table.add_row(name, str(value))
+    out.print(table)

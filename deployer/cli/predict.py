@@ -1,0 +1,105 @@
+"""`deployer predict`: one request to a served model."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deployer.cli.console import emit_json, out
+from deployer.errors import UsageError
+
+if TYPE_CHECKING:
+    from deployer.client import Answer
+
+
+@click.command("predict")
+@click.argument("url")
+@click.option(
+    "--input", "input_path", required=True, type=click.Path(path_type=Path), help=".npy, .json, .npz or .safetensors."
+)
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    envvar="DEPLOYER_TOKEN_FILE",
+    show_envvar=True,
+    help="File that holds the bearer token.",
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Save the outputs: .npy (bit by bit), .npz, .json."
+)
+@click.option("--timeout-s", type=float, default=60.0, show_default=True, help="Seconds until it must be answered.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    url: str, input_path: Path, token_file: Path | None, output: Path | None, timeout_s: float, as_json: bool
+) -> None:
+    """Send one request to the model at URL; print its answer, or save it.
+
+    A .npy file is the sole input; a .npz holds inputs by name; a .json file is sent as it is.
+    """
+    from deployer.client import predict
+    from deployer.protocol import JSON, NPY
+
+    suffix = output.suffix.lower() if output is not None else ""
+    if output is not None and suffix not in (".npy", ".npz", ".json"):
+        raise UsageError(f"-o {output}: a name that ends in .npy, .npz or .json is expected")
+    token = _read_token(token_file) if token_file is not None else None
+    accept = NPY if suffix == ".npy" else JSON
+    answer = predict(url, input_path, token=token, accept=accept, timeout_s=timeout_s)
+    if output is not None:
+        _save(answer, output)
+    if as_json:
+        emit_json({"schema_version": 1, "saved": str(output) if output else None, **_plain(answer)})
+    elif output is not None:
+        out.print(f"saved {output}", markup=False, soft_wrap=True)
+    else:
+        _print(answer)
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except FileNotFoundError as error:
+        raise UsageError(f"no token file '{path}'; `deployer serve` prints where its own is") from error
+    if not token or len(token.split()) != 1 or not token.isascii():
+        raise UsageError(f"'{path}' does not hold one token alone; `deployer serve` prints where its own is")
+    return token
+
+
+def _plain(answer: Answer) -> dict[str, object]:
+    return {
+        "model": answer.model,
+        "version": answer.version,
+        "outputs": {name: array.tolist() for name, array in answer.outputs.items()},
+        "labels": answer.labels or {},
+    }
+
+
+def _save(answer: Answer, output: Path) -> None:
+    import msgspec
+    import numpy as np
+
+    from deployer.files import write_atomic
+    from deployer.protocol import npy_bytes
+
+    match output.suffix.lower():
+        case ".npy":
+            data = npy_bytes(next(iter(answer.outputs.values())))
+        case ".npz":
+            buffer = io.BytesIO()
+            np.savez(buffer, **answer.outputs)  # type: ignore[arg-type]
+            data = buffer.getvalue()
+        case _:
+            data = msgspec.json.encode(_plain(answer))
+    write_atomic(output, data)
+
+
+def _print(answer: Answer) -> None:
+    import numpy as np
+
+    for name, array in answer.outputs.items():
+        label = (answer.labels or {}).get(name)
+        out.print(f"{name} {list(array.shape)}" + (f": {label}" if label is not None else ""), markup=False)
+        out.print(np.array2string(array, precision=6, threshold=200, max_line_width=100), markup=False, soft_wrap=True)
