@@ -436,6 +436,10 @@ def decode_answer(body: bytes, content_type: str) -> dict[str, Any]:
 def _answer_array(name: str, value: Any) -> Array:
     try:
         array = np.array(value)
-        return array.astype(np.float64) if array.dtype == object else array
+        if array.dtype == object:  # null among numbers
+            array = array.astype(np.float64)
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"it holds {array.dtype}")
+        return array
     except (ValueError, TypeError) as error:
         raise RequestError(f"output '{name}' of the answer is no array: {error}", field=name) from error
