@@ -68,7 +68,7 @@ def _machine() -> Iterator[Finding]:
 def _torch() -> Iterator[Finding]:
     import torch
 
-    yield Finding("torch", "ok", torch.__version__, "everything")
+    yield Finding("torch", "ok", str(torch.__version__), "everything")
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         yield Finding("gpu", "ok", f"{names}, CUDA {torch.version.cuda}", "CUDA targets")

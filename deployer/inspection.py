@@ -146,8 +146,7 @@ def _tensors(path: Path) -> tuple[TensorRow, ...]:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             return tuple(
-                TensorRow(name, _dtype_name(part.get_dtype()), tuple(part.get_shape()))
-                for name, part in slices.items()
+                TensorRow(name, _dtype_name(part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()
             )
     except (SafetensorError, OSError) as error:
         size_bytes = path.stat().st_size

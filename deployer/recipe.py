@@ -20,7 +20,7 @@ import yaml
 from deployer.checkpoint import Checkpoint, build_model, load_checkpoint, probe_spec
 from deployer.checkpoint.folder import RECORD
 from deployer.checkpoint.weights import load_weights, read_weights
-from deployer.errors import SampleError, SpecError, UsageError, nearest
+from deployer.errors import CheckpointError, SampleError, SpecError, UsageError, nearest
 from deployer.files import write_atomic
 from deployer.references import is_file_reference, split_reference
 from deployer.samples import check_samples, read_samples
@@ -266,6 +266,8 @@ def load_described(
     if described and recipe.model is not None:
         log.warning("%s describes itself; model, inputs and samples of %s are not used", checkpoint, FILE_NAME)
     source = checkpoint or (None if recipe.checkpoint is None else base / recipe.checkpoint)
+    if source is not None and not source.exists():
+        raise CheckpointError(f"no checkpoint at '{source}'; give a checkpoint folder or a weights file")
     if described or (source is not None and source.is_dir() and recipe.model is None):
         return load_checkpoint(source, model=model, args=args, samples=samples)
     model = model or resolve_in(base, recipe.model)

@@ -56,7 +56,8 @@ def cli_help() -> str:
     context = click.Context(cli, info_name="deployer", max_content_width=110, terminal_width=110)
     for verb in VERBS:
         command = cli.get_command(context, verb)
-        assert command is not None
+        if command is None:
+            sys.exit(f"VERBS names '{verb}', which has no module")
         child = click.Context(command, info_name=verb, parent=context, max_content_width=110, terminal_width=110)
         parts.append(f"## deployer {verb}\n\n```text\n{command.get_help(child)}\n```")
     return "\n\n".join(parts)

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from deployer.cli.console import error_line, setup_logging
-from deployer.errors import DeployerError
+from deployer.errors import DeployerError, first_line
 
 #: verb → first line of its help; the module has the verb's name
 VERBS = {
@@ -101,3 +101,8 @@ def main() -> None:
         name = f" '{error.filename}'" if error.filename else ""
         error_line(f"{error.strerror or error}{name}; check the path, its permissions and the free space")
         sys.exit(2)
+    except Exception as error:
+        if debug:
+            raise
+        error_line(f"unexpected {type(error).__name__}: {first_line(error)}; a fault of deployer: --debug shows where")
+        sys.exit(70)  # EX_SOFTWARE of sysexits.h
