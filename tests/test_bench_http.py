@@ -18,9 +18,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from deployer.bench import BenchReport, HttpRow, bench
-from deployer.bench.over_http import bench_url
+from deployer.bench import BenchReport, HttpRow, Warmup, bench
+from deployer.bench.over_http import _row_notes, bench_url
 from deployer.bench.payloads import FirstAnswer, describe, make_traffic
+from deployer.bench.statistics import summarize
 from deployer.cli import cli
 from deployer.errors import GateError, SampleError, UsageError
 from deployer.protocol import decode_request, encode_answer, npy_bytes
@@ -201,6 +202,22 @@ def test_a_server_that_closes_connections_is_told(request_file: Path) -> None:
     assert any("21 connections were opened" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    ("busy", "lag_ms", "said"),
+    [(0.9, 0.1, "client's core was 90% busy"), (0.2, 5.0, "woke up to 5.0 ms late"), (0.2, 0.5, "")],
+)
+def test_a_saturated_client_is_told(busy: float, lag_ms: float, said: str) -> None:
+    row = HttpRow(
+        concurrency=1, requests=200, ok=200, wrong=0, status_errors=0, connection_errors=0, timeouts=0,
+        statuses={"200": 200}, first_errors={}, latency=summarize([3.0] * 200), requests_per_s=300.0, items_per_s=None,
+        wall_s=0.6, connections=1, client_busy=busy, client_lag_p99_ms=lag_ms,
+        warmup=Warmup(first_ms=3.0, runs=11, failed=0, wall_s=0.1, steady=True),
+    )  # fmt: skip
+    notes = list(_row_notes(row))
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
+
+
 # ------------------------------------------------------------------------------------------------------------- counts
 
 
@@ -223,7 +240,7 @@ def test_each_kind_of_failure_has_its_own_column(request_file: Path) -> None:
     assert (row.status_errors, row.connection_errors, row.timeouts, row.wrong) == (14, 7, 3, 4)
     assert (row.requests, row.ok) == (60, 32)
     assert row.statuses == {"200": 36, "302": 1, "429": 3, "500": 10}
-    assert row.first_errors["status"] == "500: out of memory"
+    assert row.first_errors["status"] == "500: out of memory trace"
     assert set(row.first_errors) == {"status", "connection", "timeout", "wrong"}
     assert row.latency.max_ms is not None
     assert row.latency.max_ms < 700  # what timed out is in no latency
@@ -265,9 +282,9 @@ def test_nothing_right_is_no_data(request_file: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "error", "message"),
     [
-        (Reply(status=401, body=b"no token"), UsageError, "401: no token; give its token with --token-file"),
-        (Reply(status=404, body=b"no model"), UsageError, "404: no model; check the URL"),
-        (Reply(status=500, body=b"broken"), GateError, "500: broken"),
+        (Reply(status=401, body=b"no token"), UsageError, "none was sent.*give --token-file"),
+        (Reply(status=404, body=b"no model"), UsageError, "404: no model; check the model's name"),
+        (Reply(status=500, body=b"broken"), GateError, "answered 500: broken"),
         (Reply(drop="before"), GateError, "is the server running"),
     ],
 )
@@ -409,7 +426,7 @@ def test_first_answer_in_npy() -> None:
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
-    assert describe(b"\n \x1b[2Jgone\nnext") == "\ufffd[2Jgone"
+    assert describe(b"\n \x1b[2Jgone\nnext") == "\ufffd[2Jgone next"
 
 
 # ---------------------------------------------------------------------------------------------------- options, command
@@ -445,7 +462,7 @@ def test_no_url(request_file: Path, url: str) -> None:
 def test_bad_inputs_are_refused(digits_bundles: Mapping[str, Path], tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     np.save(tmp_path / "a.npy", np.zeros((2, 1, 9, 9), np.float32))
-    with pytest.raises(SampleError, match="is not JSON"):
+    with pytest.raises(SampleError, match="is no valid JSON"):
         make_traffic(bundle=None, input_path=tmp_path / "broken.json", body=None)
     with pytest.raises(SampleError, match="no input file"):
         make_traffic(bundle=None, input_path=tmp_path / "absent.json", body=None)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import deployer.bench.inprocess as inprocess
-from deployer.bench import BenchReport, bench
+from deployer.bench import BenchReport, bench, inprocess
 from deployer.bench.inprocess import bench_bundle, device_name
 from deployer.bundle import Bundle
 from deployer.checkpoint import load_checkpoint

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
+
 from deployer.bench.load import Outcome, Sender, closed_loop, open_sender, watch_lag
 from deployer.bench.payloads import Checker, FirstAnswer, Traffic, describe, make_traffic
 from deployer.bench.record import BenchReport, HttpRow, Warmup, command_line, environment
 from deployer.bench.statistics import is_steady, per_second, percentile, summarize
+from deployer.client import failure
 from deployer.errors import GateError, UsageError, first_line
 
 log = logging.getLogger(__name__)
@@ -68,14 +71,13 @@ def bench_url(
     `body`           `json` or `npy`
     `token_file`     a file that holds the bearer token
     `timeout_s`      seconds until a request counts as timed out
-    `warmup_max_s`   a row's warm-up ends there, or before it once latencies are steady
+    `warmup_max_s`   a row's warm-up ends there, or before that once latencies are steady
 
     Raises UsageError or SampleError for bad input, a refused token or a request that the server calls bad, GateError
     when a row's first request fails otherwise. Later failures and wrong answers are counted, and `passed` is False.
     """
     _check_url(url)
-    paths = [Path(path) if path is not None else None for path in (bundle, input_path)]
-    traffic = make_traffic(bundle=paths[0], input_path=paths[1], body=body)
+    traffic = make_traffic(bundle=bundle, input_path=input_path, body=body)
     headers = traffic.headers | _authorization(url, token_file)
     load = _Load(duration_s, requests, warmup_max_s)
     slots = tuple(dict.fromkeys(concurrency or DEFAULT_CONCURRENCY))
@@ -84,10 +86,10 @@ def bench_url(
         "concurrency": slots,
         "duration_s": duration_s if requests is None else None,
         "requests": requests,
-        "bundle": str(bundle) if bundle is not None else None,
-        "input": str(input_path) if input_path is not None else None,
+        "bundle": _text(bundle),
+        "input": _text(input_path),
         "body": traffic.body,
-        "token_file": str(token_file) if token_file is not None else None,
+        "token_file": _text(token_file),
         "timeout_s": timeout_s,
     }
     return BenchReport(
@@ -99,6 +101,10 @@ def bench_url(
         notes=tuple(_notes(rows, traffic)),
         passed=all(row.ok == row.requests for row in rows),
     )
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _check_url(url: str) -> None:
@@ -146,25 +152,25 @@ async def _measure_rows(
     for concurrency in slots:
         log.info("measuring concurrency %d", concurrency)
         async with open_sender(url, headers, traffic, concurrency, timeout_s) as sender:
-            first = await _first_request(sender, url)
+            first = await _first_request(sender, url, "Authorization" in headers)
             checker = checker or FirstAnswer(first.body, traffic.body)
             rows.append(await _measure_row(sender, checker, first, concurrency, load, traffic.items))
     return rows
 
 
-async def _first_request(sender: Sender, url: str) -> Outcome:
+async def _first_request(sender: Sender, url: str, with_token: bool) -> Outcome:
     """The row's first request, alone. Its failure ends the benchmark: nothing after it would be a measurement."""
     first = await sender.send()
     if not first.failure:
         return first
-    if first.status in (401, 403):
-        raise UsageError(f"{url} answered {first.detail}; give its token with --token-file FILE")
-    if first.status is not None and first.failure == "status" and first.status < 500:
-        raise UsageError(f"{url} answered the first request with {first.detail}; check the URL, the input and --body")
-    advice = (
-        "see the server's log" if first.failure == "status" else "is the server running? `deployer serve` starts it"
+    if first.failure == "status" and first.status is not None:
+        answer = httpx.Response(first.status, content=first.body)
+        said = f"{url}, first request: {failure(answer, with_token=with_token)}"
+        raise UsageError(said) if first.status < 500 else GateError(said)
+    raise GateError(
+        f"{url} did not answer the first request ({first.failure}, {first.detail}); "
+        "is the server running? `deployer serve` starts one"
     )
-    raise GateError(f"{url} did not answer the first request ({first.failure}, {first.detail}); {advice}")
 
 
 @dataclass

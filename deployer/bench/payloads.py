@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import numpy as np
 
+from deployer.client import encode
 from deployer.errors import RequestError, SampleError, UsageError
-from deployer.protocol import JSON, NPY, Decoded, decode_request, encode_inputs, npy_bytes, parse_npy
+from deployer.protocol import JSON, NPY, Decoded, decode_request, parse_npy
 from deployer.samples import check_samples, read_samples
 from deployer.spec import Array, Arrays, ModelSpec, TensorSpec, numpy_dtype
 
@@ -52,7 +53,7 @@ class Traffic:
         return {"Content-Type": BODIES[self.body], "Accept": BODIES[self.body]}
 
 
-def make_traffic(*, bundle: Path | None, input_path: Path | None, body: str | None) -> Traffic:
+def make_traffic(*, bundle: str | Path | None, input_path: str | Path | None, body: str | None) -> Traffic:
     """Bodies from `input_path`, or from the real samples of `bundle`; at least one of the two is needed.
 
     Without `input_path` each row of the samples is its own request (the whole samples where rows cannot be sent
@@ -60,11 +61,12 @@ def make_traffic(*, bundle: Path | None, input_path: Path | None, body: str | No
     """
     if body is not None and body not in BODIES:
         raise UsageError(f"--body {body} is unknown; {' or '.join(BODIES)} is expected")
+    file = Path(input_path) if input_path is not None else None
     if bundle is not None:
-        return _from_bundle(bundle, input_path, body)
-    if input_path is None:
+        return _from_bundle(Path(bundle), file, body)
+    if file is None:
         raise UsageError("a URL alone does not say what to send; add --bundle BUNDLE or --input FILE (.json, .npy, …)")
-    return _from_file(input_path, body)
+    return _from_file(file, body)
 
 
 def _from_file(path: Path, body: str | None) -> Traffic:
@@ -77,7 +79,7 @@ def _read_input(path: Path, body: str | None, name: str) -> tuple[bytes, str]:
     if path.suffix.lower() == ".json":
         if body == "npy":
             raise UsageError(f"'{path}' is sent as it is, which --body npy contradicts; give an .npy or .npz file")
-        return _read_json(path), "json"
+        return encode(path)[0], "json"
     arrays = read_samples(path)
     if list(arrays) == [""]:
         if body == "json" and not name:
@@ -86,27 +88,11 @@ def _read_input(path: Path, body: str | None, name: str) -> tuple[bytes, str]:
     return _encode(arrays, body or "json"), body or "json"
 
 
-def _read_json(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-        msgspec.json.decode(data)
-    except FileNotFoundError as error:
-        raise SampleError(f"no input file '{path}'; give a .json, .npy, .npz or .safetensors file") from error
-    except msgspec.DecodeError as error:
-        raise SampleError(f"'{path}' is not JSON: {error}") from error
-    return data
-
-
 def _encode(arrays: Arrays, body: str) -> bytes:
     """Raises SampleError for values that JSON cannot carry, UsageError for several inputs in npy."""
-    if body == "npy":
-        if len(arrays) != 1:
-            raise UsageError(f"--body npy carries one input, not {len(arrays)} ({', '.join(arrays)}); use --body json")
-        return npy_bytes(next(iter(arrays.values())))
-    try:
-        return encode_inputs(arrays)
-    except RequestError as error:
-        raise SampleError(str(error)) from error
+    if body == "npy" and len(arrays) != 1:
+        raise UsageError(f"--body npy carries one input, not {len(arrays)} ({', '.join(arrays)}); use --body json")
+    return encode(next(iter(arrays.values())) if body == "npy" else arrays)[0]
 
 
 def _from_bundle(path: Path, input_path: Path | None, body: str | None) -> Traffic:
@@ -272,7 +258,7 @@ def _structure(value: Any, leaves: list[Any]) -> Any:
 
 
 def describe(body: bytes, limit_chars: int = 200) -> str:
-    """The first line of an answer, for a message: printable characters only, a terminal must not obey a server."""
-    lines = (line.strip() for line in body.decode(errors="replace").splitlines())
-    text = "".join(char if char.isprintable() else "\ufffd" for char in next((line for line in lines if line), ""))
+    """An answer in one line, for a message: printable characters only, a terminal must not obey a server."""
+    text = " ".join(body[: 10 * limit_chars].decode(errors="replace").split())
+    text = "".join(char if char.isprintable() else "\ufffd" for char in text)
     return text if len(text) <= limit_chars else text[: limit_chars - 1] + "…"
