@@ -79,10 +79,10 @@ PARTS: dict[str, Callable[[], str]] = {
 def regenerate(text: str) -> str:
     """`text` with every generated part written anew."""
     for name, make in PARTS.items():
-        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n<!-- end: {name} -->)", re.DOTALL)
+        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
         if pattern.search(text):
             part = make()
-            text = pattern.sub(lambda match, part=part: match[1] + part + match[2], text)
+            text = pattern.sub(lambda match, part=part: match[1] + part + "\n" + match[2], text)
     return text
 
 
