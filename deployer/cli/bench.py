@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from rich import box
 from rich.table import Table
 
-from deployer.cli.console import emit_json, err, out, working
+from deployer.cli.console import emit_json, err, json_bytes, out, working
 
 if TYPE_CHECKING:
     from deployer.bench import BenchReport, HttpRow, InProcessRow, Latency
@@ -50,20 +50,24 @@ def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[i
     help="URL: file that holds the bearer token.",
 )
 @click.option("--timeout-s", type=float, help="URL: seconds until a request counts as timed out.  [default: 60]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the JSON document to this file too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
-def command(ctx: click.Context, /, target: str, as_json: bool, **options: Any) -> int:
+def command(ctx: click.Context, /, target: str, output: Path | None, as_json: bool, **options: Any) -> int:
     """Measure BUNDLE in this process, or the model that answers at URL.
 
     Warm-up is in no figure and is reported apart. Answers are held to the bundle's reference while measuring; rates are
     of right answers over the wall clock. Exit code 1 when an answer was wrong or a request failed.
     """
     from deployer.bench import bench, is_url
+    from deployer.files import write_atomic
 
     if ctx.get_parameter_source("token_file") is ParameterSource.ENVIRONMENT and not is_url(target):
         options["token_file"] = None  # set for every command of a shell, not for this one
     with working(f"measuring {target}"):
         report = bench(target, **options)
+    if output is not None:
+        write_atomic(output, json_bytes(report))
     if as_json:
         emit_json(report)
     else:

@@ -101,4 +101,9 @@ def parse_json_object(text: str | None, flag: str) -> dict[str, Any] | None:
 
 def emit_json(document: Any) -> None:
     """One JSON document on stdout; it must carry `schema_version`."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+    sys.stdout.write(json_bytes(document).decode())
+
+
+def json_bytes(document: Any) -> bytes:
+    """A document as indented JSON with a last newline."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
