@@ -24,17 +24,17 @@ from pathlib import Path
 
 import torch
 
-from deployer.bundle import Bundle, read_bundle
+from deployer.bundle import Bundle
 from deployer.checkpoint import Checkpoint, load_checkpoint
 from deployer.checkpoint.eager import run_eager
 from deployer.errors import DeployerError
-from deployer.export import export
+from deployer.export import export_all
 from deployer.formats import Loaded, Target
 from deployer.machine import cpu_name, usable_cores
 from deployer.runtime import Runner, open_bundle
 from deployer.samples import sized_inputs
 from deployer.spec import Arrays
-from deployer.validate import TOLERANCES, compare, make_reference
+from deployer.validate import TOLERANCES, compare
 from deployer.versions import tool_versions
 
 TARGETS = (
@@ -70,31 +70,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def digits_bundles() -> tuple[Checkpoint, list[Bundle]]:
-    """The example's checkpoint, trained where absent, and a gated bundle of it for each target; fresh ones are kept."""
+    """The example's checkpoint, trained where absent, and a gated bundle of it for each target; current ones stay."""
     if not CHECKPOINT.is_dir():
         subprocess.run([sys.executable, "examples/digits/train.py", str(CHECKPOINT)], check=True)
     checkpoint = load_checkpoint(CHECKPOINT)
-    reference = None
-    bundles = []
-    for target in TARGETS:
-        bundle = fresh_bundle(checkpoint, target)
-        if bundle is None:
-            print(f"exporting {target.slug}", file=sys.stderr)
-            reference = reference or make_reference(checkpoint)
-            bundle, _ = export(checkpoint, target, OUTPUT, reference=reference)
-        bundles.append(bundle)
-    return checkpoint, bundles
-
-
-def fresh_bundle(checkpoint: Checkpoint, target: Target) -> Bundle | None:
-    """An earlier run's bundle, if it is whole, of these weights and built by these tools."""
-    try:
-        bundle = read_bundle(OUTPUT / f"{checkpoint.spec.name}-{target.slug}")
-    except DeployerError:
-        return None
-    tools = bundle.manifest.tool_versions
-    same = bundle.manifest.source.sha256 == checkpoint.sha256 and tools == tool_versions(*tools.keys() - {"python"})
-    return bundle if same else None
+    outcomes = export_all(checkpoint, TARGETS, OUTPUT, reuse=True)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return checkpoint, [outcome.bundle for outcome in outcomes if outcome.bundle is not None]
 
 
 def open_all(checkpoint: Checkpoint, bundles: Sequence[Bundle], threads: int, stack: ExitStack) -> dict[str, Runner]:

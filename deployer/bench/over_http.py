@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import time
 from collections import Counter
@@ -32,7 +33,7 @@ from deployer.errors import GateError, UsageError, first_line
 log = logging.getLogger(__name__)
 
 DEFAULT_CONCURRENCY = (1, 8, 32)
-_WARMUP_ROUNDS = 20
+_WARMUP_ROUNDS, _WARMUP_S = 20, 2.0  # a warm-up that does not settle has had both
 _UNCHECKED_LIMIT_BYTES = 64 << 20  # answers kept for checking after the row; beyond it they are checked at once
 _BUSY_CLIENT = 0.7  # above this share of one core the client limits the figures
 _LATE_CLIENT = 0.2  # of the median latency
@@ -246,8 +247,9 @@ async def _warm_up(sender: Sender, first: Outcome, concurrency: int, load: _Load
     outcomes: list[Outcome] = []
     started = time.perf_counter()
     steady = False
-    for _ in range(_WARMUP_ROUNDS):
-        if time.perf_counter() - started >= load.warmup_max_s:
+    for turn in itertools.count():
+        passed_s = time.perf_counter() - started
+        if passed_s >= load.warmup_max_s or (turn >= _WARMUP_ROUNDS and passed_s >= _WARMUP_S):
             break
         await closed_loop(sender.send, outcomes.append, concurrency, requests=window)
         latencies_ms = [outcome.latency_ms for outcome in outcomes if not outcome.failure]
