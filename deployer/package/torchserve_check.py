@@ -8,6 +8,7 @@ among them goes through its service, in the frontend's own wire format.
 
 from __future__ import annotations
 
+import importlib
 import struct
 import sys
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def _load(folder: Path) -> Any:
     from ts.model_loader import ModelLoaderFactory
 
     model = msgspec.json.decode((folder / MANIFEST).read_bytes())["model"]
+    # The loader answers a failed import by trying a handler of its own, and hides the cause: import it here first.
+    importlib.import_module(Path(model["handler"]).stem)
     metrics = MetricsCacheYamlImpl(str(Path(ts.__file__).parent / "configs" / "metrics.yaml"))
     metrics.initialize_cache()
     metrics.model_name = model["modelName"]
