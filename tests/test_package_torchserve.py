@@ -198,7 +198,7 @@ def test_an_archive_that_fails_its_check_leaves_the_older_one(
     broken = tmp_path / "deployer_handler.py"
     broken.write_text("import no_such_module\nclass Handler:\n    pass\n")
     monkeypatch.setattr(importlib.import_module("deployer.package.torchserve"), "handler_file", lambda: broken)
-    with pytest.raises(GateError, match="failed its check under TorchServe's loader: .*no_such_module"):
+    with pytest.raises(GateError, match=r"failed its check under TorchServe's loader: .*no_such_module"):
         package(onnx, output=tmp_path)
     assert older.read_bytes() == data
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deployer_handler.py", "digits.mar"]

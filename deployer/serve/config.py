@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,15 +80,15 @@ LOG4J = """\
 """
 
 _DEATH = "Backend worker process died."
-_LOAD_FAILED = re.compile(r"Failed to load model: (\S+)|Load model failed: (\S+)")
+_WORDLESS = "its process died without a word"
 
 
 def worker_failure(logs: Path) -> str:
-    """The error line of the first worker that died, in that worker's own words, or nothing."""
+    """The error line of the first worker that died while loading, in that worker's own words, or nothing."""
     lines = _lines(logs / "worker.log")
     dead = next((line.split(" ", 1)[0] for line in lines if line.endswith(_DEATH)), None)
-    if dead is None:
-        return ""
+    if dead is None:  # a killed process says nothing; the frontend does
+        return _WORDLESS if any("Load model failed: " in line for line in _lines(logs / "server.log")) else ""
     own = [line[len(dead) + 1 :] for line in lines if line.startswith(f"{dead} ")]
     errors = [
         line
@@ -98,14 +97,14 @@ def worker_failure(logs: Path) -> str:
     ]
     # TorchServe answers a failed import of the handler by trying a handler of its own: the first error is the cause.
     chosen = errors[:1] if errors and "ts.torch_handler" in errors[-1] else errors[-1:]
-    return chosen[0].removeprefix("deployer.errors.") if chosen else "its process died without a word"
+    return chosen[0].removeprefix("deployer.errors.") if chosen else _WORDLESS
 
 
 def registration_failure(logs: Path) -> str:
     """Why the frontend could not load an archive, or nothing: it says so in its log and starts all the same."""
     lines = _lines(logs / "server.log")
     for index, line in enumerate(lines):
-        if _LOAD_FAILED.search(line):
+        if "Failed to load model: " in line:
             return " ".join(part.strip() for part in lines[index : index + 2])
     return ""
 
