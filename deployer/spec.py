@@ -46,11 +46,14 @@ class Dim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One named input or output."""
+    """One named input or output. `low` and `high` are the smallest and largest value that an input may hold, both
+    included: ids of a vocabulary, say. An artifact may answer an id of -1 with the last row, and no error."""
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+    low: int | float | None = None
+    high: int | float | None = None
 
     def __post_init__(self) -> None:
         if not self.name.replace(".", "_").isidentifier():
@@ -62,13 +65,20 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for size in self.shape:
             if isinstance(size, int) and size < 0:
                 raise SpecError(f"'{self.name}' has the negative size {size} in its shape; name a dynamic axis instead")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise SpecError(f"'{self.name}' allows values from {self.low} to {self.high}, which is none")
 
     def axis_of(self, dim: str | None) -> int | None:
         """The axis along which this tensor has the Dim `dim`, or None."""
         return self.shape.index(dim) if dim is not None and dim in self.shape else None
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]{self.range_text()}"
+
+    def range_text(self) -> str:
+        """ " from 0 to 9", or what of it is declared."""
+        parts = (("from", self.low), ("to", self.high))
+        return "".join(f" {word} {value}" for word, value in parts if value is not None)
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -166,6 +176,18 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise refuse(f"has size {size} on axis {axis} ('{expected}', allowed {dim.min} to {dim.max})")
             if sizes.setdefault(expected, size) != size:
                 raise refuse(f"has size {size} on axis {axis} where another input has {expected}={sizes[expected]}")
+        if tensor.low is None and tensor.high is None:
+            return
+        inside = np.ones(array.shape, dtype=bool)  # comparisons so that NaN is outside of every range
+        if tensor.low is not None:
+            inside &= array >= tensor.low
+        if tensor.high is not None:
+            inside &= array <= tensor.high
+        if not inside.all():
+            where = np.argwhere(~inside)[0]
+            raise refuse(
+                f"holds {array[tuple(where)]} at index {where.tolist()}, allowed are values{tensor.range_text()}"
+            )
 
     def check_outputs(self, arrays: Arrays, sizes: Mapping[str, int]) -> None:
         """Hold what an artifact answered to this spec. Raises SpecError naming the output."""
