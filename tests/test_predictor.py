@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from deployer.checkpoint import load_checkpoint
 from deployer.export import export
 from deployer.formats import Loaded, Target
 from deployer.predictor import Predictor, Request, Response
@@ -74,6 +77,42 @@ def test_one_bad_request_in_a_batch_hurts_nobody_else() -> None:
     assert outputs_of(responses[6]) == {"values": [2, 3, 4]}
     assert [error_of(responses[index])["field"] for index in (1, 2, 4, 5)] == ["", "ids", "ids", "idz"]
     assert "IndexError" in error_of(responses[3])["message"]
+
+
+@pytest.mark.parametrize("name", ["torchscript", "onnx"])
+def test_ids_beyond_a_declared_range_are_each_refused_alone(name: str, tmp_path: Path) -> None:
+    """ONNX Runtime answers id -1 with the last row and no error: the spec's range has to stop it."""
+    bodies = [
+        b'{"ids": [0, 1, 2]}', b'{"ids": [0, 1', b'{"ids": [[1, 2], [3]]}', b'{"ids": [0, 1, 10]}',
+        b'{"ids": [0, -1, 2]}', b'{"ids": [1.5, 2, 0]}', b'{"idz": [1, 2, 3]}', b'{"ids": [2, 3, 4]}',
+    ]  # fmt: skip
+    spec = ModelSpec(
+        "lookup", (TensorSpec("ids", "int64", ("batch", 3), low=0, high=9),), dims=LOOKUP.dims, batch="batch"
+    )
+    checkpoint = load_checkpoint(
+        model=f"{__file__}:Lookup", spec=spec, samples={"ids": np.array([[0, 1, 2], [7, 8, 9]])}
+    )
+    bundle, _ = export(checkpoint, Target(name), tmp_path)
+    with Predictor.open(bundle.path) as predictor:
+        responses = predictor.answer([ask(body) for body in bodies])
+    assert [response.status for response in responses] == [200, 400, 400, 400, 400, 400, 400, 200]
+    assert [list(outputs_of(responses[index]).values()) for index in (0, 7)] == [[[0, 1, 2]], [[2, 3, 4]]]
+    for index, value in ((3, 10), (4, -1)):
+        fault = error_of(responses[index])
+        assert fault["field"] == "ids"
+        assert f"holds {value} at index" in fault["message"]
+        assert "from 0 to 9" in fault["message"]
+
+
+class Lookup(nn.Module):
+    """ids (batch, 3) in 0..9 → the same as float32, looked up in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 1, _weight=torch.arange(10.0).reshape(10, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).flatten(1)
 
 
 def test_requests_share_runs_up_to_the_largest_batch_and_keep_their_order() -> None:
