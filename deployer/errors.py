@@ -17,7 +17,8 @@ DeployerError                    2
 ├── SomeTargetsFailedError       3   some targets are done, others failed, each named
 └── MachineError                 4   this machine lacks what was asked for; carries the install line
 
-Messages are one line: what arrived, what was expected, what to do next.
+Messages are one line: what arrived, what was expected, what to do next. Each error also carries a machine-readable
+`reason`: a key of REASONS for what a model or an exporter can do wrong, "" where the class of the error says it all.
 """
 
 from __future__ import annotations
@@ -25,11 +26,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+#: reason class → the advice that goes with it; what `--json` and docs/coverage.md quote
+REASONS: dict[str, str] = {
+    "data_dependent_control_flow": "let tensors decide with torch.where or torch.cond instead of a Python `if` or loop",
+    "data_dependent_size": "return a fixed number of rows and a mask or a count, not only the rows that were found",
+    "specialized_axis": "use x.shape[i] as it is, or -1, in place of a Python number, or fix that axis in the spec",
+    "unsupported_operator": "export to another format, or replace the operator by ones that this format knows",
+    "unsupported_python": "keep forward to tensors, numbers and plain containers, or export to another format",
+    "unsupported_output": "return real tensors of the dtypes that every format carries",
+    "model_failed": "build and run the model by hand with the same arguments and sizes; mend it or narrow the Dim",
+    "nondeterministic": "draw no random numbers in eval mode; call dropout with training=self.training",
+    "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
+    "compiler_failed": "export to another format; the C++ compiler or the code generator failed on this graph",
+    "missing_package": "install what the message names",
+    "exporter_failed": "export to another format; the exporter failed in a way that has no class yet",
+}
+
 
 class DeployerError(Exception):
-    """Root of the tree; `exit_code` is what the command line ends with."""
+    """Root of the tree; `exit_code` is what the command line ends with, `reason` the class of what went wrong."""
 
     exit_code = 2
+    reason = ""
+
+    def __init__(self, message: str = "", *, reason: str = "") -> None:
+        super().__init__(message)
+        if reason:
+            self.reason = reason
+
+    @property
+    def advice(self) -> str:
+        """What REASONS says to this error's class of reason, or ""."""
+        return REASONS.get(self.reason, "")
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())
@@ -44,7 +72,7 @@ class UsageError(InputError):
 
 
 class ModelError(InputError):
-    pass
+    reason = "model_failed"
 
 
 class CheckpointError(InputError):
@@ -68,7 +96,7 @@ class IntegrityError(BundleError):
 
 
 class ExportError(InputError):
-    pass
+    reason = "exporter_failed"
 
 
 class NotBuiltYetError(InputError):
@@ -98,6 +126,7 @@ class ServerError(DeployerError):
 
 class GateError(DeployerError):
     exit_code = 1
+    reason = "gate_failed"
 
 
 class SomeTargetsFailedError(DeployerError):
@@ -108,6 +137,7 @@ class MachineError(DeployerError):
     """Something is missing on this machine; `install` is the line that mends it, if one does."""
 
     exit_code = 4
+    reason = "missing_package"
 
     def __init__(self, message: str, *, install: str = "") -> None:
         super().__init__(f"{message}; install it: {install}" if install else message)
@@ -119,6 +149,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = get_close_matches(name, names, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names)}"
+
+
+def with_reason(error: DeployerError) -> str:
+    """The message and, in brackets, the class of reason where the error has one."""
+    return f"{error} [{error.reason}]" if error.reason else str(error)
 
 
 def first_line(error: BaseException, limit_chars: int = 300) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from deployer.cli.console import error_line, setup_logging
-from deployer.errors import DeployerError, first_line
+from deployer.errors import DeployerError, first_line, with_reason
 
 #: verb → first line of its help; the module has the verb's name
 VERBS = {
@@ -90,7 +90,7 @@ def main() -> None:
     except DeployerError as error:
         if debug:
             raise
-        error_line(str(error))
+        error_line(with_reason(error))
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away; nothing is left to say

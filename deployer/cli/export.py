@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deployer.cli.console import emit_json, error_line, make_table, out, parse_json_object, working
-from deployer.errors import GateError, SomeTargetsFailedError, UsageError, nearest
+from deployer.errors import DeployerError, GateError, SomeTargetsFailedError, UsageError, nearest, with_reason
 
 if TYPE_CHECKING:
     from deployer.export import Outcome
@@ -97,9 +97,16 @@ def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         if outcome.bundle is not None and outcome.report is not None:
             row |= {"bundle": str(outcome.bundle.path), "engine": outcome.report.engine, **_worst(outcome.report)}
         else:
-            row |= {"error": str(outcome.error), "exit_code": outcome.error.exit_code if outcome.error else 0}
+            row |= _failure(outcome.error)
         rows.append(row)
     return {"schema_version": 1, "targets": rows}
+
+
+def _failure(error: DeployerError | None) -> dict[str, Any]:
+    """The error in one line, its class of reason and the advice that goes with that class."""
+    if error is None:
+        return {"error": "", "reason": "", "advice": "", "exit_code": 0}
+    return {"error": str(error), "reason": error.reason, "advice": error.advice, "exit_code": error.exit_code}
 
 
 def _worst(report: ValidationReport) -> dict[str, Any]:
@@ -116,7 +123,8 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
     table = make_table("target", "gate", *numbers, "bundle", numbers=numbers)
     for outcome in outcomes:
         if outcome.bundle is None or outcome.report is None:
-            table.add_row(outcome.target.slug, "[red]failed[/]", "", "", "", "", "", "")
+            reason = outcome.error.reason if outcome.error else ""
+            table.add_row(outcome.target.slug, "[red]failed[/]", "", "", "", "", "", reason.replace("_", " "))
             continue
         worst = _worst(outcome.report)
         size_bytes = sum(file.stat().st_size for file in outcome.bundle.path.iterdir())
@@ -142,7 +150,7 @@ def _finish(outcomes: Sequence[Outcome]) -> None:
         raise errors[0]
     for outcome in outcomes:
         if outcome.error is not None:
-            error_line(f"{outcome.target.slug}: {outcome.error}")
+            error_line(f"{outcome.target.slug}: {with_reason(outcome.error)}")
     names = ", ".join(outcome.target.slug for outcome in outcomes if outcome.error is not None)
     if len(errors) < len(outcomes):
         raise SomeTargetsFailedError(f"{len(errors)} of {len(outcomes)} targets failed: {names}")
