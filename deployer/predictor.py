@@ -67,9 +67,20 @@ class Predictor:
 
     @classmethod
     def open(cls, bundle_folder: str | Path, threads: int | None = None) -> Predictor:
-        """Verify and open a bundle with `threads` compute threads. Raises BundleError, IntegrityError, MachineError."""
+        """Verify and open a bundle with `threads` compute threads, and run its samples once: what compiles or allocates
+        on first use has done so when this returns. Raises BundleError, IntegrityError, MachineError."""
         bundle = read_bundle(bundle_folder)
-        return cls(open_bundle(bundle, threads=threads), batch_independent=bundle.manifest.batch_independent)
+        predictor = cls(open_bundle(bundle, threads=threads), batch_independent=bundle.manifest.batch_independent)
+        predictor._warm_up(bundle.samples()[0])
+        return predictor
+
+    def _warm_up(self, samples: Arrays) -> None:
+        """All samples in one run, and one row alone: compilers treat a size of 1 apart."""
+        self._runner(samples)
+        batch = self.spec.batch
+        if self.stacks and batch is not None and self.spec.dims[batch].min == 1:
+            axes = {tensor.name: tensor.shape.index(batch) for tensor in self.spec.inputs}
+            self._runner({name: array.take([0], axis=axes[name]) for name, array in samples.items()})
 
     def close(self) -> None:
         self._runner.close()
