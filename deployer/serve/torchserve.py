@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -169,6 +170,8 @@ class Server:
 
     def start(self) -> None:
         """Start and wait until it is ready. Whatever goes wrong, an interrupt too, nothing is left behind."""
+        if self._process is not None:
+            raise UsageError("this server is already running")
         _check_installed()
         java = find_java(os.environ)
         mars = _read_archives(self._archives)
@@ -199,8 +202,7 @@ class Server:
         finally:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                if self._extra_token_file is not None and self._keys:
-                    self._extra_token_file.unlink(missing_ok=True)
+                self._remove_extra_token()
             self._keys = {}
 
     def wait(self) -> None:
@@ -379,6 +381,13 @@ class Server:
                 path.unlink(missing_ok=True)
                 with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                     file.write(f"{self.token}\n")
+
+    def _remove_extra_token(self) -> None:
+        """Take the additional token file away, unless somebody else has written there since."""
+        path = self._extra_token_file
+        with suppress(OSError):
+            if path is not None and self._keys and path.read_text() == f"{self.token}\n":
+                path.unlink()
 
 
 def _http() -> httpx.Client:
