@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = [
     "errors",
+    "userlines",
     "files",
     "references",
     "versions",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deployer.errors import ModelError, SpecError, first_line, nearest
 from deployer.spec import Array, Arrays, ModelSpec
+from deployer.userlines import failing_user_line
 
 
 def flatten_outputs(value: Any) -> dict[str, Tensor]:
@@ -87,16 +88,29 @@ def check_signature(model: nn.Module, spec: ModelSpec) -> None:
 
 def call_model(model: nn.Module, arrays: Arrays) -> Any:
     """One forward pass, gradients off, on copies of the inputs (a model that writes into them harms nobody)."""
-    tensors = {name: torch.tensor(array) for name, array in arrays.items()}
+    return call_on_tensors(model, {name: torch.tensor(array) for name, array in arrays.items()})
+
+
+def call_on_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
+    """One forward pass, gradients off, on these very tensors. Raises ModelError naming the line of the user's code."""
     try:
         with torch.no_grad():
             return model(**tensors)
     except Exception as error:
-        shapes = ", ".join(f"{name}{list(array.shape)}" for name, array in arrays.items())
-        raise ModelError(f"the model failed on {shapes} with {type(error).__name__}: {first_line(error)}") from error
+        shapes = ", ".join(f"{name}{list(tensor.shape)}" for name, tensor in tensors.items())
+        line = failing_user_line(error)
+        where = f" ({line})" if line is not None else ""
+        raise ModelError(
+            f"the model failed on {shapes} with {type(error).__name__}: {first_line(error)}{where}"
+        ) from error
 
 
 def run_eager(model: nn.Module, spec: ModelSpec, arrays: Arrays) -> dict[str, Array]:
     """Named arrays in, named arrays out, in the order of the spec."""
-    outputs = named_outputs(call_model(model, arrays), spec)
-    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in outputs.items()}
+    return output_arrays(call_model(model, arrays), spec)
+
+
+def output_arrays(value: Any, spec: ModelSpec) -> dict[str, Array]:
+    """What forward returned, as numpy arrays of their own memory, in the order of the spec."""
+    outputs = named_outputs(value, spec)
+    return {name: tensor.detach().cpu().contiguous().clone().numpy() for name, tensor in outputs.items()}

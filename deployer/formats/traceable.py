@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deployer.checkpoint.eager import named_outputs
 from deployer.errors import ExportError, first_line
+from deployer.formats.provenance import Provenance, watched_axes
 from deployer.formats.record import ExportJob
 from deployer.samples import sized_inputs
 from deployer.spec import Arrays, ModelSpec
@@ -72,24 +73,28 @@ def export_program(job: ExportJob) -> torch.export.ExportedProgram:
         {axis: dims[size] for axis, size in enumerate(tensor.shape) if isinstance(size, str) and size in dims}
         for tensor in job.spec.inputs
     )
-    try:
-        with torch.no_grad():
-            return torch.export.export(
-                Traceable(job.model, job.spec),
-                example_tensors(job.spec, job.samples),
-                dynamic_shapes={"tensors": shapes},
-                strict=False,
-            )
-    except Exception as error:  # torch.export raises a dozen classes
-        raise ExportError(explain_export_error(error, job.spec)) from error
+    with watched_axes() as provenance:
+        try:
+            with torch.no_grad():
+                return torch.export.export(
+                    Traceable(job.model, job.spec),
+                    example_tensors(job.spec, job.samples),
+                    dynamic_shapes={"tensors": shapes},
+                    strict=False,
+                )
+        except Exception as error:  # torch.export raises a dozen classes
+            raise ExportError(explain_export_error(error, job.spec, provenance)) from error
 
 
 def _dim_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def explain_export_error(error: Exception, spec: ModelSpec) -> str:
-    """torch.export's refusal in one line: what it means for the model and where it happened."""
+def explain_export_error(error: Exception, spec: ModelSpec, provenance: Provenance | None = None) -> str:
+    """torch.export's refusal in one line: what it means for the model and where it happened.
+
+    `provenance` is what was seen of the axes while exporting; it knows the line that torch's message lacks.
+    """
     text = str(error)
     where = _user_line(text)
     if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
@@ -97,13 +102,29 @@ def explain_export_error(error: Exception, spec: ModelSpec) -> str:
             f"torch.export cannot follow control flow that depends on tensor values{where}; "
             "use torch.where or torch.cond, or --format torchscript, which scripts it"
         )
+    seen = provenance or Provenance()
     if found := re.search(r"(?:inferred to be a constant|specialized it to be a constant)\s*\((\d+)\)", text):
-        axis = next((name for name in spec.dims if re.search(rf"\b{re.escape(_dim_name(name))}\b", text)), "an axis")
+        fixed = seen.of(spec, constant=True)
+        axis = (fixed and fixed.dim(spec)) or _named_axis(text, spec) or "an axis"
+        place = f" ({fixed.line})" if fixed else where
         return (
-            f"the model fixes the dynamic axis '{axis}' to {found[1]}{where}: its size is used as a Python number; "
+            f"the model fixes the dynamic axis '{axis}' to {found[1]}{place}: its size is used as a Python number; "
             "use x.shape or a size of -1 in its place"
         )
+    if found := re.search(r"in the specified range .*? satisfy the generated guard (.+)", text):
+        cut = seen.of(spec, constant=False)
+        axis = (cut and cut.dim(spec)) or _named_axis(text, spec) or "an axis"
+        place = f" ({cut.line})" if cut else where
+        condition = re.sub(r"L\['\w+'\](?:\[\d+\])?\.size\(\)\[\d+\]", axis, found[1]).strip()
+        return (
+            f"the model takes one path for some sizes of the dynamic axis '{axis}' and another for the rest{place}: "
+            f"the program would hold only while {condition}; declare that range in dims, or give all sizes one path"
+        )
     return f"torch.export refused the model with {type(error).__name__}: {first_line(error)}{where}"
+
+
+def _named_axis(text: str, spec: ModelSpec) -> str | None:
+    return next((name for name in spec.dims if re.search(rf"\b{re.escape(_dim_name(name))}\b", text)), None)
 
 
 def _user_line(text: str) -> str:
