@@ -146,3 +146,11 @@ def test_a_sentence_beyond_the_declared_length_is_refused(runner: Runner) -> Non
     ids = np.ones((1, 129), np.int64)
     with pytest.raises(RequestError, match="size 129 on axis 1 \\('sequence', allowed 1 to 128\\)"):
         runner({"input_ids": ids, "attention_mask": ids})
+
+
+@pytest.mark.parametrize(("name", "value"), [("input_ids", -1), ("input_ids", 30_522), ("attention_mask", 2)])
+def test_values_that_the_model_does_not_know_are_refused(runner: Runner, name: str, value: int) -> None:
+    inputs = {"input_ids": np.ones((1, 4), np.int64), "attention_mask": np.ones((1, 4), np.int64)}
+    inputs[name][0, 2] = value
+    with pytest.raises(RequestError, match=name):
+        runner(inputs)

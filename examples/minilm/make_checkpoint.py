@@ -76,8 +76,8 @@ def main(folder: str) -> None:
     spec = ModelSpec(
         name="minilm",
         inputs=(
-            TensorSpec("input_ids", "int64", ("batch", "sequence")),
-            TensorSpec("attention_mask", "int64", ("batch", "sequence")),
+            TensorSpec("input_ids", "int64", ("batch", "sequence"), low=0, high=config["vocab_size"] - 1),
+            TensorSpec("attention_mask", "int64", ("batch", "sequence"), low=0, high=1),
         ),
         dims={"batch": Dim(min=1, typical=8, max=32), "sequence": Dim(min=1, typical=32, max=MAX_TOKENS)},
         batch="batch",
