@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from deployer.checkpoint.coverage import Intake
 from deployer.errors import BundleError, IntegrityError
 from deployer.files import files_below, sha256_of
 from deployer.formats import Target
@@ -36,7 +37,8 @@ SCHEMA_VERSION = 1
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The checkpoint that a bundle was made from; `sha256` is that of its weights, `model_sha256` of the Python file
-    that builds its model ("" for code without a file)."""
+    that builds its model ("" for code without a file); `intake` tells what the file was, which of its weights were
+    taken, and what became of each of its keys."""
 
     path: str
     sha256: str
@@ -44,7 +46,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_sha256: str = ""
     weight_set: str = "raw"
     step: int | None = None
-    renamed_keys: dict[str, str] = {}
+    intake: Intake | None = None
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -147,7 +147,7 @@ def _build(
                 checkpoint.code_sha256(),
                 checkpoint.weight_set,
                 checkpoint.step,
-                dict(checkpoint.renamed),
+                checkpoint.intake,
             ),
             machine=Machine(architecture(), cpu_features() if record.native_code else ()),
             tool_versions=tool_versions("numpy", *record.tools),

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from deployer.bundle import MANIFEST, Manifest, read_bundle
 from deployer.checkpoint.folder import RECORD, WEIGHTS, read_record
-from deployer.checkpoint.weights import read_weights
+from deployer.checkpoint.sources import read_weights
 from deployer.errors import BundleError, CheckpointError, first_line
 from deployer.files import sha256_of
 from deployer.package.mar import BUNDLE_FOLDER, read_mar

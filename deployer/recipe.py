@@ -10,16 +10,16 @@ import json
 import logging
 import math
 import os.path
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
+from torch import nn
 
-from deployer.checkpoint import Checkpoint, build_model, load_checkpoint, probe_spec
+from deployer.checkpoint import Checkpoint, build_filled, describe_model, hugging_face, load_checkpoint, probe_spec
 from deployer.checkpoint.folder import RECORD
-from deployer.checkpoint.weights import load_weights, read_weights
 from deployer.errors import CheckpointError, SampleError, SpecError, UsageError, nearest
 from deployer.files import write_atomic
 from deployer.references import is_file_reference, split_reference
@@ -47,12 +47,17 @@ class ExportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole of deployer.yaml. A self-describing checkpoint folder needs `checkpoint` and `export` alone."""
+    """The whole of deployer.yaml. A self-describing checkpoint folder needs `checkpoint` and `export` alone.
+
+    `weights` and `allow_globals` are the flags of the same names; `--trust-pickle` is a flag alone.
+    """
 
     name: str | None = None
     model: str | None = None
     args: dict[str, Any] = {}
     checkpoint: str | None = None
+    weights: str | None = None
+    allow_globals: tuple[str, ...] = ()
     samples: str | None = None
     dims: dict[str, Dim] = {}
     batch: str | None = None
@@ -129,6 +134,9 @@ def write_recipe(
     checkpoint: str | None,
     name: str | None,
     overwrite: bool = False,
+    weights: str | None = None,
+    allow_globals: Collection[str] = (),
+    trust_pickle: bool = False,
 ) -> tuple[ModelSpec, list[str]]:
     """Probe `model` with `samples` and write a commented recipe that reads back; returns its spec and notes.
 
@@ -137,12 +145,12 @@ def write_recipe(
     """
     if path.exists() and not overwrite:
         raise UsageError(f"'{path}' exists; remove it, give another name with -o, or add --force")
-    module = build_model(model, args)
-    if checkpoint is not None:
-        load_weights(module, read_weights(Path(checkpoint)), f"'{checkpoint}'")
-    module = module.float().eval()
+    module = build_filled(
+        model, args, None if checkpoint is None else Path(checkpoint),
+        weights=weights, allow_globals=allow_globals, trust_pickle=trust_pickle,
+    )  # fmt: skip
     arrays = _named(read_samples(samples), module)
-    spec, notes = probe_spec(module, name or _default_name(model), arrays)
+    spec, notes = probe_spec(module, name or _default_name(model, args), arrays)
     check_samples(spec, arrays)
     folder = path.parent
     text = _render(
@@ -151,6 +159,8 @@ def write_recipe(
         samples=_relative(samples, folder),
         args=args,
         checkpoint=None if checkpoint is None else _relative(checkpoint, folder),
+        weights=weights,
+        allow_globals=allow_globals,
         notes=notes,
     )
     write_atomic(path, text.encode())
@@ -168,7 +178,10 @@ def _named(arrays: Mapping[str, Array], module: Any) -> dict[str, Array]:
     return {parameters[0]: arrays[""]}
 
 
-def _default_name(model: str) -> str:
+def _default_name(model: str, args: Mapping[str, Any]) -> str:
+    """The file's or the function's name; of a Hugging Face model its architecture's."""
+    if model == hugging_face.BUILDER:
+        return str(args["architecture"])
     source, function = split_reference(model)
     stem = Path(source).stem if source.endswith(".py") else source.rsplit(".", 1)[-1]
     return function if stem in ("model", "models") and function not in ("build", "make_model", "create") else stem
@@ -188,6 +201,8 @@ def _render(
     samples: str,
     args: Mapping[str, Any],
     checkpoint: str | None,
+    weights: str | None,
+    allow_globals: Collection[str],
     notes: list[str],
 ) -> str:
     lines = [
@@ -198,8 +213,11 @@ def _render(
         "# What builds the model: path.py:function or package.module:function, called with args.",
         f"model: {_scalar(model)}",
         f"args: {json.dumps(dict(args))}",
-        "# Weights: .safetensors or a weights-only .pt/.pth. null: the function brings its own.",
+        "# Weights: a file or folder of any kind that docs/checkpoints.md lists. null: the function brings its own.",
         f"checkpoint: {_scalar(checkpoint)}",
+        "# Which weights of a file that holds several: raw, ema or their place. null: raw where there is a choice.",
+        f"weights: {_scalar(weights)}",
+        *([f"allow_globals: [{', '.join(map(_scalar, allow_globals))}]"] if allow_globals else []),
         "# Real inputs: .npz, .safetensors or module:function. The gate compares on them; nothing is made up.",
         f"samples: {_scalar(samples)}",
         "",
@@ -255,11 +273,14 @@ def load_described(
     args: Mapping[str, Any] | None = None,
     samples: str | None = None,
     name: str | None = None,
+    weights: str | None = None,
+    allow_globals: Collection[str] = (),
+    trust_pickle: bool = False,
 ) -> Checkpoint:
     """A Checkpoint from what was given on the command line, then the recipe, then a spec probed from the samples.
 
     A self-describing folder given as `checkpoint` speaks for itself: the model of a recipe that happens to stand in
-    the working folder is not applied to it, and that is said.
+    the working folder is not applied to it, and that is said. A Hugging Face folder describes its model alone.
     """
     base = folder or Path()
     described = checkpoint is not None and (checkpoint / RECORD).is_file()
@@ -268,24 +289,32 @@ def load_described(
     source = checkpoint or (None if recipe.checkpoint is None else base / recipe.checkpoint)
     if source is not None and not source.exists():
         raise CheckpointError(f"no checkpoint at '{source}'; give a checkpoint folder or a weights file")
-    if described or (source is not None and source.is_dir() and recipe.model is None):
-        return load_checkpoint(source, model=model, args=args, samples=samples)
-    model = model or resolve_in(base, recipe.model)
+    if described:
+        return load_checkpoint(source, model=model, args=args, samples=samples, weights=weights)
+    weights = weights or recipe.weights
+    if recipe.model is None and source is not None and (source / RECORD).is_file():
+        return load_checkpoint(source, model=model, args=args, samples=samples, weights=weights)
+    opened: dict[str, Any] = {
+        "weights": weights,
+        "allow_globals": (*recipe.allow_globals, *allow_globals),
+        "trust_pickle": trust_pickle,
+    }
     args = recipe.args if args is None else args
+    model = model or resolve_in(base, recipe.model)
+    if model is None and source is not None and (own := describe_model(source)) is not None:
+        model, args = own[0], {**own[1], **args}
     samples = samples or resolve_in(base, recipe.samples)
     spec = recipe.spec()
     if spec is None and model is not None and samples is not None:
-        spec = _probe(source, model, args, samples, name or recipe.name)
+        module = build_filled(model, args, source, **opened)
+        spec = _probe(module, samples, name or recipe.name or _default_name(model, args))
     if spec is not None and name is not None:
         spec = msgspec.structs.replace(spec, name=name)
-    return load_checkpoint(source, model=model, args=args, spec=spec, samples=samples)
+    return load_checkpoint(source, model=model, args=args, spec=spec, samples=samples, **opened)
 
 
-def _probe(source: Path | None, model: str, args: Mapping[str, Any], samples: str, name: str | None) -> ModelSpec:
-    module = build_model(model, args)
-    if source is not None:
-        load_weights(module, read_weights(source), f"'{source}'")
-    spec, notes = probe_spec(module.float().eval(), name or _default_name(model), _named(read_samples(samples), module))
+def _probe(module: nn.Module, samples: str, name: str) -> ModelSpec:
+    spec, notes = probe_spec(module, name, _named(read_samples(samples), module))
     log.warning("no recipe: the spec was probed from the samples: %s", ", ".join(map(str, spec.inputs)))
     for note in notes:
         log.warning("%s", note)

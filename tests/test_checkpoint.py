@@ -14,7 +14,9 @@ from torch import nn
 from deployer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from deployer.checkpoint.eager import flatten_outputs, run_eager
 from deployer.checkpoint.probe import probe_spec
-from deployer.checkpoint.weights import fit_keys, load_weights, read_weights
+from deployer.checkpoint.keys import fit_keys
+from deployer.checkpoint.sources import read_weights
+from deployer.checkpoint.weights import load_weights
 from deployer.errors import CheckpointError, DeployerError, IntegrityError, ModelError, SpecError
 from deployer.references import load_reference
 from deployer.spec import Dim, ModelSpec, TensorSpec
@@ -87,10 +89,10 @@ def test_wrapper_prefixes_come_off_in_any_nesting(tmp_path: Path, reference: str
 def test_a_submodule_that_is_called_module_keeps_its_name() -> None:
     own = {"module.weight", "head.weight"}
     state = {"module.module.weight": torch.zeros(1), "module.head.weight": torch.ones(1)}
-    fitted, renamed = fit_keys(state, own)
-    assert set(fitted) == own
-    assert renamed == {"module.module.weight": "module.weight", "module.head.weight": "head.weight"}
-    assert fit_keys({"module.weight": torch.zeros(1)}, own)[1] == {}
+    fit = fit_keys(state, own)
+    assert set(fit.targets.values()) == own
+    assert fit.renamed == {"module.module.weight": "module.weight", "module.head.weight": "head.weight"}
+    assert fit_keys({"module.weight": torch.zeros(1)}, own).renamed == {}
 
 
 def test_missing_and_unexpected_keys_are_listed_with_the_nearest_name() -> None:
@@ -140,7 +142,7 @@ class Marker:
 def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     torch.save({"model": {"w": torch.zeros(1)}, "extra": Marker(marker)}, tmp_path / "evil.pt")
-    with pytest.raises(CheckpointError, match="weights-only loading does not run"):
+    with pytest.raises(CheckpointError, match=r"pickles builtins.getattr beside its weights, which is not run"):
         read_weights(tmp_path / "evil.pt")
     assert not marker.exists()
 

@@ -1,7 +1,7 @@
 """The self-describing checkpoint folder.
 
     checkpoint.json       schema_version, model reference and arguments, spec, hashes, step, weight set, tool versions
-    model.safetensors     the weights
+    model.safetensors     the weights; a tied one is stored once, the header's metadata names the others
     samples.safetensors   real inputs
     model.py              a copy of the model's source, where the reference is a file
 
@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file as save_tensors
-from torch import nn
+from torch import Tensor, nn
 
+from deployer.checkpoint.coverage import Intake
 from deployer.checkpoint.eager import check_signature
 from deployer.checkpoint.probe import probe_outputs
 from deployer.errors import CheckpointError, IntegrityError
@@ -38,7 +39,7 @@ SCHEMA_VERSION = 1
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `checkpoint.json` holds."""
+    """What `checkpoint.json` holds; `origin` says where imported weights came from."""
 
     model: str
     spec: ModelSpec
@@ -46,6 +47,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: dict[str, Any] = {}
     step: int | None = None
     weight_set: str = "raw"
+    origin: Intake | None = None
     tool_versions: dict[str, str] = {}
     schema_version: int = SCHEMA_VERSION
 
@@ -60,6 +62,7 @@ def save_checkpoint(
     args: Mapping[str, Any] | None = None,
     step: int | None = None,
     weight_set: str = "raw",
+    origin: Intake | None = None,
 ) -> Path:
     """Write `model` as a self-describing folder, in one step.
 
@@ -77,22 +80,41 @@ def save_checkpoint(
         if is_file_reference(factory):
             shutil.copyfile(source, staging / Path(source).name)
             factory = f"{Path(source).name}:{name}"
-        # A tied weight is written under each of its names: the folder is plain, a loader needs no rule for it.
-        save_tensors(
-            {key: tensor.detach().cpu().clone() for key, tensor in model.state_dict().items()},
-            staging / WEIGHTS,
-        )
+        _save_weights(model, staging / WEIGHTS)
         save_arrays({key: np.ascontiguousarray(array) for key, array in named.items()}, staging / SAMPLES)
         hashes = {path.name: sha256_of(path) for path in sorted(staging.iterdir())}
         record = CheckpointRecord(
             model=factory, spec=spec, sha256=hashes, args=dict(args or {}), step=step, weight_set=weight_set,
-            tool_versions=tool_versions("torch", "numpy", "safetensors"),
+            origin=origin, tool_versions=tool_versions("torch", "numpy", "safetensors"),
         )  # fmt: skip
         (staging / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
         for path in staging.iterdir():
             path.chmod(0o644)  # safetensors writes 0600
         publish_folder(staging, final)
     return final
+
+
+def _save_weights(model: nn.Module, path: Path) -> None:
+    """Each weight once; what is tied is named in the header, as `safetensors.torch.save_model` does it."""
+    tensors: dict[str, Tensor] = {}
+    metadata = {"format": "pt"}
+    first_by_place: dict[Any, str] = {}
+    storages: set[int] = set()
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"'{key}' of the model's state is a {type(value).__name__}; only tensors can be saved"
+            )
+        place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        first = first_by_place.setdefault(place, key) if value.numel() else key
+        if first != key:
+            metadata[key] = first
+            continue
+        tensor = value.detach().cpu().contiguous()
+        shared = tensor.untyped_storage().data_ptr() in storages  # another part of the same memory
+        tensors[key] = tensor.clone() if shared else tensor
+        storages.add(tensor.untyped_storage().data_ptr())
+    save_tensors(tensors, path, metadata=metadata)
 
 
 def read_record(folder: Path) -> CheckpointRecord:
