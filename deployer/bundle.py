@@ -58,7 +58,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `manifest.json` holds. `passed` is the gate's verdict; `batch_independent` says that a row of a batch is
-    answered as the row alone would be, so that requests of several users may share one run."""
+    answered as the row alone would be, so that requests of several users may share one run; `batch_reason` says why it
+    is not."""
 
     spec: ModelSpec
     target: Target
@@ -70,6 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_versions: dict[str, str]
     details: dict[str, Any] = {}
     created: str = ""
+    batch_reason: str = ""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -36,6 +36,8 @@ REASONS: dict[str, str] = {
     "unsupported_output": "return real tensors of the dtypes that every format carries",
     "model_failed": "build and run the model by hand with the same arguments and sizes; mend it or narrow the Dim",
     "nondeterministic": "draw no random numbers in eval mode; call dropout with training=self.training",
+    "stateful": "pass what is kept between calls in and out as inputs and outputs",
+    "train_mode": "leave train() out of forward, and let eval() reach every module",
     "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
     "compiler_failed": "export to another format; the C++ compiler or the code generator failed on this graph",
     "missing_package": "install what the message names",

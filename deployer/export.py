@@ -29,7 +29,15 @@ from deployer.files import publish_folder, staged_folder
 from deployer.formats import ExportJob, Format, Target, get_format
 from deployer.machine import architecture, cpu_features
 from deployer.runtime import open_artifact, preflight
-from deployer.validate import Reference, ValidationReport, make_reference, read_report, run_gate, write_references
+from deployer.validate import (
+    Reference,
+    ValidationReport,
+    make_reference,
+    read_report,
+    run_gate,
+    without_found_ranges,
+    write_references,
+)
 from deployer.versions import tool_versions
 
 log = logging.getLogger(__name__)
@@ -101,6 +109,7 @@ def current_bundle(checkpoint: Checkpoint, target: Target, output: str | Path) -
     try:
         bundle = read_bundle(_place(checkpoint, target, output))
         preflight(bundle.manifest)
+        read_report(bundle)
     except DeployerError:
         return None
     manifest = bundle.manifest
@@ -108,7 +117,7 @@ def current_bundle(checkpoint: Checkpoint, target: Target, output: str | Path) -
         manifest.passed
         and manifest.source.sha256 == checkpoint.sha256
         and (manifest.source.model, manifest.source.model_sha256) == (checkpoint.model, checkpoint.code_sha256())
-        and manifest.spec == checkpoint.spec
+        and without_found_ranges(manifest.spec, checkpoint.spec) == checkpoint.spec
         and manifest.tool_versions == tool_versions("numpy", *get_format(target.format).tools)
     )
     return bundle if same else None
@@ -121,7 +130,7 @@ def _place(checkpoint: Checkpoint, target: Target, output: str | Path) -> Path:
 def _build(
     checkpoint: Checkpoint, target: Target, record: Format, reference: Reference, staging: Path
 ) -> ValidationReport:
-    spec, samples = checkpoint.spec, checkpoint.samples
+    spec, samples = reference.spec or checkpoint.spec, checkpoint.samples
     log.info("exporting %s", target.slug)
     details = record.export(ExportJob(checkpoint.build(), spec, samples, target, staging))
     for note in details.get("notes", ()):
@@ -129,6 +138,8 @@ def _build(
     log.info("gate: %s on %d cases", target.slug, len(reference.outputs))
     with open_artifact(staging, spec, target, details) as runner:
         report = run_gate(runner, spec, samples, reference, target.precision, runner.engine)
+    for note in report.notes:
+        log.info("%s", note)
     write_samples(staging, samples, reference.outputs["samples"])
     write_references(staging, reference)
     (staging / VALIDATION).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
@@ -139,6 +150,7 @@ def _build(
             target=target,
             passed=report.passed,
             batch_independent=reference.batch_independent,
+            batch_reason=reference.batch_reason,
             sha256=file_hashes(staging),
             source=Source(
                 checkpoint.source,

@@ -35,6 +35,11 @@ SCHEMA_VERSION = 1
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int | str, ...]
+    low: int | float | None = None
+    high: int | float | None = None
+
+    def tensor(self, name: str) -> TensorSpec:
+        return TensorSpec(name, self.dtype, self.shape, self.low, self.high)
 
 
 class ExportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,8 +81,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SpecError(f"{FILE_NAME} declares inputs and no name; add `name:`")
         return ModelSpec(
             name=self.name,
-            inputs=tuple(TensorSpec(name, entry.dtype, entry.shape) for name, entry in self.inputs.items()),
-            outputs=tuple(TensorSpec(name, entry.dtype, entry.shape) for name, entry in self.outputs.items()),
+            inputs=tuple(entry.tensor(name) for name, entry in self.inputs.items()),
+            outputs=tuple(entry.tensor(name) for name, entry in self.outputs.items()),
             dims=self.dims,
             batch=self.batch,
             version=self.version,
@@ -244,10 +249,13 @@ def _render(
 
 
 def _tensor_lines(tensors: tuple[TensorSpec, ...]) -> list[str]:
-    return [
-        f"  {tensor.name}: {{dtype: {tensor.dtype}, shape: [{', '.join(_scalar(size) for size in tensor.shape)}]}}"
-        for tensor in tensors
-    ]
+    return [f"  {tensor.name}: {{{_tensor_fields(tensor)}}}" for tensor in tensors]
+
+
+def _tensor_fields(tensor: TensorSpec) -> str:
+    fields = [f"dtype: {tensor.dtype}", f"shape: [{', '.join(_scalar(size) for size in tensor.shape)}]"]
+    fields += [f"{word}: {value}" for word, value in (("low", tensor.low), ("high", tensor.high)) if value is not None]
+    return ", ".join(fields)
 
 
 def _scalar(value: Any) -> str:

@@ -75,6 +75,10 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]{self.range_text()}"
 
+    @property
+    def bounded(self) -> bool:
+        return self.low is not None or self.high is not None
+
     def range_text(self) -> str:
         """ " from 0 to 9", or what of it is declared."""
         parts = (("from", self.low), ("to", self.high))

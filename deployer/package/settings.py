@@ -82,7 +82,7 @@ def why_not_stackable(manifest: Manifest) -> str:
     if lacking:
         return f"'{lacking[0]}' has no batch axis '{spec.batch}'"
     if not manifest.batch_independent:
-        return "the gate did not see that a row in a batch is answered as the row alone"
+        return manifest.batch_reason or "the gate did not see that a row in a batch is answered as the row alone"
     return ""
 
 
