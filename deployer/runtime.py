@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from deployer.bundle import Bundle, Manifest, read_bundle
-from deployer.errors import BundleError, MachineError, first_line
+from deployer.errors import BundleError, DeployerError, MachineError, first_line
 from deployer.formats import Loaded, LoadJob, Target, get_format
 from deployer.machine import architecture, cpu_features
 from deployer.spec import Array, Arrays, ModelSpec
@@ -73,7 +73,9 @@ def open_artifact(
     job = LoadJob(folder, spec, target, details, threads)
     try:
         return Runner(spec, get_format(target.format).load(job))
-    except (RuntimeError, OSError, ValueError) as error:
+    except DeployerError:
+        raise
+    except Exception as error:  # every engine has its own classes: ONNX Runtime's are no RuntimeError
         raise BundleError(f"'{folder}' cannot be opened as {target.format}: {first_line(error)}") from error
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from deployer.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from deployer.checkpoint.eager import flatten_outputs, run_eager
-from deployer.checkpoint.probe import probe_spec
 from deployer.checkpoint.keys import fit_keys
+from deployer.checkpoint.probe import probe_spec
 from deployer.checkpoint.sources import read_weights
 from deployer.checkpoint.weights import load_weights
 from deployer.errors import CheckpointError, DeployerError, IntegrityError, ModelError, SpecError

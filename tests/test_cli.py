@@ -115,7 +115,7 @@ def test_inspect_knows_every_kind_and_runs_nothing(
 ) -> None:
     for path, kind in (
         (digits_folder, "checkpoint folder"),
-        (digits_folder / "model.safetensors", "weights"),
+        (digits_folder / "model.safetensors", "safetensors file"),
         (digits_bundles["torchscript"], "bundle"),
     ):
         done = deployer("inspect", path, "--json")
@@ -140,9 +140,7 @@ def test_doctor_reports_what_loads(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     findings = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert "CPUExecutionProvider" in findings["onnxruntime"]["found"].split(";")[0]
-    assert {"python", "torch", "gpu", "java", "compiler", "format onnx", "engine torchserve"} <= set(
-        findings
-    )
+    assert {"python", "torch", "gpu", "java", "compiler", "format onnx", "engine torchserve"} <= set(findings)
     assert all(finding["install"] or finding["status"] != "missing" or name in ("gpu", "format trt")
                for name, finding in findings.items())  # fmt: skip
 

@@ -188,8 +188,8 @@ def check_archive(path: Path, work: Path) -> None:
     folder.mkdir()
     mar.extract(folder)
     (work / "tmp").mkdir()
-    path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]  # in the order in which TorchServe puts them
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(work / "tmp")}
+    places = [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]  # in the order in which TorchServe puts them
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "TMPDIR": str(work / "tmp")}
     command = [sys.executable, "-m", "deployer.package.torchserve_check", str(folder), str(result)]
     try:
         done = subprocess.run(
