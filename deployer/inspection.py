@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 
 from deployer.bundle import MANIFEST, Manifest, read_bundle
-from deployer.checkpoint.folder import RECORD, WEIGHTS, read_record
-from deployer.checkpoint.sources import read_weights
-from deployer.errors import BundleError, CheckpointError, first_line
+from deployer.checkpoint import build_model, describe_model
+from deployer.checkpoint.coverage import Coverage
+from deployer.checkpoint.folder import RECORD, read_record
+from deployer.checkpoint.sources import Opened, choose, open_source
+from deployer.checkpoint.weights import plan_set
+from deployer.errors import BundleError, CheckpointError, ModelError, first_line
 from deployer.files import sha256_of
 from deployer.package.mar import BUNDLE_FOLDER, read_mar
 from deployer.spec import ModelSpec
@@ -31,8 +35,19 @@ class TensorRow(msgspec.Struct, frozen=True):
         return math.prod(self.shape)
 
 
+class SetRow(msgspec.Struct, frozen=True):
+    """One set of weights in a file: its place, whether it is an average, how many tensors it has."""
+
+    place: str
+    averaged: bool
+    tensors: int
+
+
 class Inspection(msgspec.Struct, frozen=True):
-    """`kind` is checkpoint folder, weights, bundle or mar; `facts` are ordered key-value lines; `sha256` by file."""
+    """`kind` is bundle, mar, checkpoint folder, torch file, …; `facts` are ordered key-value lines; `sha256` by file.
+
+    `tensors` are those of the set `weight_set`; `coverage` says how its keys meet those of the model that was named.
+    """
 
     kind: str
     path: str
@@ -42,6 +57,10 @@ class Inspection(msgspec.Struct, frozen=True):
     spec: ModelSpec | None = None
     tensors: tuple[TensorRow, ...] = ()
     tool_versions: dict[str, str] = {}
+    weight_set: str = ""
+    weight_sets: tuple[SetRow, ...] = ()
+    model: str = ""
+    coverage: Coverage | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -50,22 +69,87 @@ class Inspection(msgspec.Struct, frozen=True):
         return sum(tensor.elements for tensor in self.tensors)
 
 
-def inspect(path: str | Path) -> Inspection:
-    """Look into `path`. Raises CheckpointError, BundleError or IntegrityError in one line."""
+def inspect(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    weights: str | None = None,
+    allow_globals: Collection[str] = (),
+    trust_pickle: bool = False,
+) -> Inspection:
+    """Look into `path`; with `model`, build that and see how the keys of the weights meet its own.
+
+    Nothing in `path` is executed, unless `trust_pickle` asks for it. Raises CheckpointError, BundleError,
+    IntegrityError, ModelError in one line; keys that do not meet are in `coverage`, and raise nothing.
+    """
     place = Path(path)
     if not place.exists():
         raise BundleError(f"nothing at '{place}'; give a checkpoint, a bundle folder or a .mar")
-    if place.is_dir():
-        if (place / MANIFEST).is_file():
-            return _inspect_bundle(place)
-        if (place / RECORD).is_file():
-            return _inspect_checkpoint(place)
-        raise BundleError(f"'{place}' holds neither {MANIFEST} nor {RECORD}; it is no bundle and no checkpoint folder")
-    if place.suffix == ".mar":
-        return _inspect_mar(place)
-    return Inspection(
-        "weights", str(place), place.stat().st_size, {}, {place.name: sha256_of(place)}, tensors=_tensors(place)
+    bundle = place.is_dir() and (place / MANIFEST).is_file()
+    if bundle or place.suffix == ".mar":
+        if model is not None:
+            raise ModelError(f"'{place}' is no checkpoint; --model is for weights alone")
+        return _inspect_bundle(place) if bundle else _inspect_mar(place)
+    opened = open_source(place, allow_globals=allow_globals, trust_pickle=trust_pickle)
+    found = _inspect_source(opened, weights)
+    if model is None and (described := describe_model(place)) is not None and args is None:
+        found.facts["model"] = described[1]["architecture"]
+    return found if model is None else _with_coverage(found, opened, weights, model, args or {})
+
+
+def _inspect_source(opened: Opened, weights: str | None) -> Inspection:
+    """Headers and tables alone: no value is read. Where several sets stand, the first is listed unless one is named."""
+    path = opened.path
+    shown, name = opened.sets[0], ""
+    if opened.program is None or not opened.program.refusal:
+        with nullcontext() if weights is not None else suppress(CheckpointError):  # without a default: the first
+            shown, name = choose(opened, weights)
+    facts: dict[str, Any] = {}
+    if opened.program is not None:
+        facts |= opened.program.facts
+        facts["as weights"] = opened.program.refusal or "yes, under these names"
+    if opened.step is not None:
+        facts["step"] = opened.step
+    if opened.aliases:
+        facts["stored once"] = ", ".join(f"{other} = {kept}" for other, kept in opened.aliases.items())
+    if opened.classes:
+        facts["skipped"] = ", ".join(opened.classes)
+    folder = path.is_dir()
+    found = Inspection(
+        opened.kind,
+        str(path),
+        sum(file.stat().st_size for file in path.iterdir()) if folder else path.stat().st_size,
+        facts,
+        {path.name: opened.sha256},
+        tensors=tuple(
+            TensorRow(key, str(tensor.dtype).removeprefix("torch."), tensor.shape)
+            for key, tensor in shown.weights.items()
+        ),
+        weight_set=name,
+        weight_sets=tuple(SetRow(item.place or ".", item.averaged, len(item.weights)) for item in opened.sets),
     )
+    return _with_record(found, path) if folder and (path / RECORD).is_file() else found
+
+
+def _with_record(found: Inspection, place: Path) -> Inspection:
+    """What a self-describing folder adds: its model, spec, hashes and tools."""
+    record = read_record(place)
+    facts = {"model": record.model, "args": json.dumps(record.args), "step": record.step}
+    facts["weight set"] = record.weight_set
+    if record.origin is not None:
+        facts["imported from"] = f"{record.origin.path} ({record.origin.kind})"
+    return msgspec.structs.replace(
+        found, facts=facts, sha256=record.sha256, spec=record.spec, tool_versions=record.tool_versions
+    )
+
+
+def _with_coverage(
+    found: Inspection, opened: Opened, weights: str | None, model: str, args: Mapping[str, Any]
+) -> Inspection:
+    chosen, name = choose(opened, weights)
+    coverage = plan_set(build_model(model, args), chosen, f"'{opened.path}'", opened.aliases).coverage
+    return msgspec.structs.replace(found, model=model, weight_set=name, coverage=coverage)
 
 
 def _inspect_bundle(place: Path) -> Inspection:
@@ -92,32 +176,13 @@ def _bundle_facts(manifest: Manifest) -> dict[str, Any]:
         "source sha256": source.sha256,
         "model": source.model,
         "weight set": source.weight_set,
+        "source kind": source.intake.kind if source.intake else None,
         "step": source.step,
         "architecture": manifest.machine.architecture,
         "needs CPU features": ", ".join(manifest.machine.cpu_features) or "none",
         "details": json.dumps(manifest.details),
         "created": manifest.created,
     }
-
-
-def _inspect_checkpoint(place: Path) -> Inspection:
-    record = read_record(place)
-    facts = {
-        "model": record.model,
-        "args": json.dumps(record.args),
-        "step": record.step,
-        "weight set": record.weight_set,
-    }
-    return Inspection(
-        "checkpoint folder",
-        str(place),
-        sum(file.stat().st_size for file in place.iterdir()),
-        facts,
-        record.sha256,
-        record.spec,
-        _tensors(place / WEIGHTS),
-        record.tool_versions,
-    )
 
 
 def _inspect_mar(place: Path) -> Inspection:
@@ -133,28 +198,3 @@ def _inspect_mar(place: Path) -> Inspection:
     return Inspection(
         "mar", str(place), place.stat().st_size, facts, hashes, manifest.spec, tool_versions=manifest.tool_versions
     )
-
-
-def _tensors(path: Path) -> tuple[TensorRow, ...]:
-    if path.suffix != ".safetensors":
-        state = read_weights(path)
-        return tuple(
-            TensorRow(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in state.items()
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            return tuple(
-                TensorRow(name, _dtype_name(part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()
-            )
-    except (SafetensorError, OSError) as error:
-        size_bytes = path.stat().st_size
-        raise CheckpointError(f"'{path}' ({size_bytes} bytes) is truncated or corrupt: {first_line(error)}") from error
-
-
-def _dtype_name(code: str) -> str:
-    """safetensors' `F32`, `I64`, `BF16`, `U8` in torch's words."""
-    kind, bits = code.rstrip("0123456789"), code.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    words = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat"}
-    return f"{words[kind]}{bits}" if kind in words else code.lower()

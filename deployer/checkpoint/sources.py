@@ -35,7 +35,7 @@ _LIGHTNING = ("pytorch-lightning_version", "hyper_parameters", "callbacks")
 @dataclass(frozen=True)
 class Opened:
     """`sets` are the weight sets; `program` is there for exported programs; `aliases` are names stored under others;
-    `classes` were pickled beside the weights and skipped."""
+    `classes` were pickled beside the weights and skipped; `weight_set` is what a folder calls its only one."""
 
     path: Path
     kind: str
@@ -47,6 +47,7 @@ class Opened:
     classes: tuple[str, ...] = ()
     allowed: tuple[str, ...] = ()
     trusted: bool = False
+    weight_set: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ def open_weights(
     `trust_pickle`   unpickle whatever the file says: this runs code that the file chooses
     """
     opened = open_source(path, allow_globals=allow_globals, trust_pickle=trust_pickle)
-    if opened.program is not None:
-        require_weights(opened.program, path)
-    chosen, name = choose_set(opened.sets, weights, f"'{path}'")
+    chosen, name = choose(opened, weights)
     if len(opened.sets) > 1 and weights is None:
         listed = ", ".join(item.describe() for item in opened.sets)
         log.warning("'%s' holds %d sets of weights: %s; taking %s ('%s'), --weights takes another",
@@ -91,6 +90,14 @@ def open_weights(
     elif weights is None and chosen.averaged:
         log.warning("'%s' holds averaged weights alone ('%s'); taking them as ema", path, chosen.place or ".")
     return Chosen(opened, chosen.weights, chosen.whole, name)
+
+
+def choose(opened: Opened, weights: str | None) -> tuple[WeightSet, str]:
+    """The set that `weights` names, and the name to record. Raises CheckpointError, also for a program without any."""
+    if opened.program is not None:
+        require_weights(opened.program, opened.path)
+    chosen, name = choose_set(opened.sets, weights, f"'{opened.path}'")
+    return chosen, opened.weight_set or name
 
 
 def open_source(path: Path, *, allow_globals: Collection[str] = (), trust_pickle: bool = False) -> Opened:
@@ -186,8 +193,9 @@ def _open_folder(folder: Path, allow_globals: Collection[str], trust_pickle: boo
     if (folder / RECORD).is_file():
         record = read_record(folder)
         weights, aliases = read_safetensors(folder / WEIGHTS)
-        return Opened(folder, "checkpoint folder", (WeightSet("", record.weight_set != "raw", weights),),
-                      record.sha256[WEIGHTS], record.step, aliases)  # fmt: skip
+        return Opened(folder, "checkpoint folder", (WeightSet(record.weight_set, False, weights),),
+                      record.sha256[WEIGHTS], record.step, aliases,
+            weight_set=record.weight_set)  # fmt: skip
     if (folder / METADATA).is_file():
         found = find_sets(read_dcp(folder))
         if not found.sets:

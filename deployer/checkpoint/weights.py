@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from deployer.checkpoint.coverage import Coverage
 from deployer.checkpoint.keys import Fit, fit_keys, refuse_flat_parameters, suggest
-from deployer.checkpoint.sets import Weights
+from deployer.checkpoint.sets import Weights, WeightSet
 from deployer.checkpoint.tensors import MemoryTensor, StoredTensor, equal_values, read_tensor, stored
 from deployer.errors import CheckpointError
 
@@ -35,6 +35,15 @@ class Plan:
 
     tensors: Mapping[str, StoredTensor]
     coverage: Coverage
+
+
+def plan_set(model: nn.Module, chosen: WeightSet, source: str, aliases: Mapping[str, str]) -> Plan:
+    """As `load_weights` would, nothing loaded."""
+    plan = plan_load(model, chosen.weights, source, aliases)
+    if chosen.whole is not None and not plan.coverage.fits:
+        other = plan_load(model, chosen.whole, source, aliases)
+        plan = other if other.coverage.fits else plan
+    return plan
 
 
 def own_tensors(model: nn.Module) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A verb is one module here that ends in `command`, and one line in VERBS. Modules
 from __future__ import annotations
 
 import importlib
+import keyword
 import sys
 from typing import Any
 
@@ -15,10 +16,11 @@ import click
 from deployer.cli.console import error_line, setup_logging
 from deployer.errors import DeployerError, first_line, with_reason
 
-#: verb → first line of its help; the module has the verb's name
+#: verb → first line of its help; the module has the verb's name, with a `_` where that is a word of Python
 VERBS = {
     "init": "Write a commented deployer.yaml for a model.",
     "inspect": "Show what a checkpoint, bundle or .mar holds; runs no code.",
+    "import": "Write a self-describing folder of any kind of checkpoint.",
     "export": "Export a checkpoint, one gated bundle a target.",
     "validate": "Run the numeric gate again on this machine.",
     "package": "Make a .mar of a bundle that has passed the gate.",
@@ -37,7 +39,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"deployer.cli.{cmd_name}")
+        module = importlib.import_module(f"deployer.cli.{cmd_name}{'_' if keyword.iskeyword(cmd_name) else ''}")
         command: click.Command = module.command
         return command
 

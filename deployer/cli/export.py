@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deployer.cli.console import emit_json, error_line, make_table, out, parse_json_object, working
+from deployer.cli.intake import intake_options
 from deployer.errors import DeployerError, GateError, SomeTargetsFailedError, UsageError, nearest, with_reason
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--model", help="path.py:factory or package.module:factory.")
 @click.option("--args", "args_json", metavar="JSON", help="Arguments of the factory, as a JSON object.")
 @click.option("--samples", help="Real inputs: .npz, .npy, .safetensors or module:function.")
+@intake_options
 @click.option("--name", help="Name of the model, where neither recipe nor checkpoint gives one.")
 @click.option(
     "--recipe", type=click.Path(path_type=Path), help="Recipe file.  [default: deployer.yaml where it stands]"
@@ -47,12 +49,15 @@ def command(
     model: str | None,
     args_json: str | None,
     samples: str | None,
+    weights: str | None,
+    allow_globals: tuple[str, ...],
+    trust_pickle: bool,
     name: str | None,
     recipe: Path | None,
     reuse: bool,
     as_json: bool,
 ) -> None:
-    """Export CHECKPOINT (a checkpoint folder or a weights file), one bundle a target, each passed through the gate.
+    """Export CHECKPOINT (a checkpoint of any kind), one bundle a target, each passed through the gate.
 
     A bundle that fails the gate is kept apart as NAME.rejected. Without CHECKPOINT, deployer.yaml says what to export.
     """
@@ -65,7 +70,10 @@ def command(
         formats or found.export.formats, precision or found.export.precision, compile_mode or found.export.compile
     )
     with working("reading the checkpoint"):
-        loaded = load_described(found, folder, checkpoint, model=model, args=args, samples=samples, name=name)
+        loaded = load_described(
+            found, folder, checkpoint, model=model, args=args, samples=samples, name=name,
+            weights=weights, allow_globals=allow_globals, trust_pickle=trust_pickle,
+        )  # fmt: skip
     with working(f"exporting {loaded.spec.name}"):
         outcomes = export_all(loaded, targets, output or Path(found.export.output), reuse=reuse)
     if as_json:

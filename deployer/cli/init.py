@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from deployer.cli.console import out, parse_json_object, working
+from deployer.cli.intake import intake_options
 
 
 @click.command("init")
@@ -14,7 +15,8 @@ from deployer.cli.console import out, parse_json_object, working
 @click.option(
     "--samples", required=True, help="Real inputs to probe with: .npz, .npy, .safetensors or module:function."
 )
-@click.option("--checkpoint", help="Weights: .safetensors or a weights-only .pt/.pth.")
+@click.option("--checkpoint", help="Weights: a file or folder of any kind in docs/checkpoints.md.")
+@intake_options
 @click.option("--args", "args_json", metavar="JSON", help="Arguments of the factory, as a JSON object.")
 @click.option("--name", help="Name of the model.  [default: the file's or function's]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("deployer.yaml"), show_default=True)
@@ -23,6 +25,9 @@ def command(
     model: str,
     samples: str,
     checkpoint: str | None,
+    weights: str | None,
+    allow_globals: tuple[str, ...],
+    trust_pickle: bool,
     args_json: str | None,
     name: str | None,
     output: Path,
@@ -43,6 +48,9 @@ def command(
             checkpoint=checkpoint,
             name=name,
             overwrite=force,
+            weights=weights,
+            allow_globals=allow_globals,
+            trust_pickle=trust_pickle,
         )
     for kind, tensors in (("input ", spec.inputs), ("output", spec.outputs)):
         for tensor in tensors:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from deployer.cli.console import emit_json, make_table, out
+from deployer.cli.console import emit_json, make_table, out, parse_json_object
+from deployer.cli.intake import intake_options
 
 if TYPE_CHECKING:
+    from deployer.checkpoint.coverage import Coverage
     from deployer.inspection import Inspection
 
 _SHOWN_TENSORS = 40
@@ -19,18 +21,42 @@ _SHOWN_TENSORS = 40
 @click.command("inspect")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--all", "show_all", is_flag=True, help=f"List every tensor, not the first {_SHOWN_TENSORS}.")
+@click.option("--model", help="path.py:factory: build it and see how the keys of the weights meet its own.")
+@click.option("--args", "args_json", metavar="JSON", help="Arguments of the factory, as a JSON object.")
+@intake_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(path: Path, show_all: bool, as_json: bool) -> None:
-    """Show what PATH holds: a checkpoint folder, a weights file, a bundle or a .mar. No code in it is executed."""
+def command(
+    path: Path,
+    show_all: bool,
+    model: str | None,
+    args_json: str | None,
+    weights: str | None,
+    allow_globals: tuple[str, ...],
+    trust_pickle: bool,
+    as_json: bool,
+) -> None:
+    """Show what PATH holds: a checkpoint of any kind, an exported program, a bundle or a .mar.
+
+    No code in it is executed. With --model, ends with exit code 2 when keys are missing or too many.
+    """
+    from deployer.checkpoint.weights import require_fit
     from deployer.inspection import inspect
 
-    found = inspect(path)
+    found = inspect(
+        path, model=model, args=parse_json_object(args_json, "--args"), weights=weights,
+        allow_globals=allow_globals, trust_pickle=trust_pickle,
+    )  # fmt: skip
     if as_json:
-        emit_json({**msgspec.to_builtins(found), "parameters": found.parameters})
-        return
-    _print_facts(found)
-    if found.tensors:
-        _print_tensors(found, None if show_all else _SHOWN_TENSORS)
+        document = {**msgspec.to_builtins(found), "parameters": found.parameters}
+        emit_json(document | ({"fits": found.coverage.fits} if found.coverage else {}))
+    else:
+        _print_facts(found)
+        if found.tensors:
+            _print_tensors(found, None if show_all else _SHOWN_TENSORS)
+        if found.coverage is not None:
+            _print_coverage(found.coverage, None if show_all else _SHOWN_TENSORS)
+    if found.coverage is not None:
+        require_fit(found.coverage, found.model, f"'{path}'")
 
 
 def _print_facts(found: Inspection) -> None:
@@ -46,6 +72,10 @@ def _print_facts(found: Inspection) -> None:
         for name, dim in found.spec.dims.items():
             batch = ", the batch" if name == found.spec.batch else ""
             table.add_row("axis", f"{name}: {dim.min} to {dim.max}, typical {dim.typical}{batch}")
+    if len(found.weight_sets) > 1:
+        for row in found.weight_sets:
+            kind = "averaged" if row.averaged else "trained"
+            table.add_row("weights", f"{row.place}: {row.tensors} tensors, {kind}; --weights {row.place}")
     for name, digest in found.sha256.items():
         table.add_row("sha256", f"{digest}  {name}")
     if found.tool_versions:
@@ -63,3 +93,29 @@ def _print_tensors(found: Inspection, limit: int | None) -> None:
         out.print(f"… and {len(found.tensors) - limit} more (--all lists them)", markup=False)
     dtypes = ", ".join(sorted({tensor.dtype for tensor in found.tensors}))
     out.print(f"{len(found.tensors)} tensors, {found.parameters:,} elements, {dtypes}", markup=False)
+
+
+def _print_coverage(coverage: Coverage, limit: int | None) -> None:
+    """What became of every key that was not simply loaded under its own name."""
+    table = make_table("key", "became", "why")
+    rows = [(key, coverage.renamed.get(key, "loaded"), rule) for key, rule in coverage.rules.items()]
+    rows += [(key, "tied", f"stored once, as {kept}") for key, kept in coverage.tied.items()]
+    rows += [(key, "kept as built", why) for key, why in coverage.defaulted.items()]
+    rows += [(key, "not needed", why) for key, why in coverage.skipped.items()]
+    rows += [(key, "[red]missing[/]", "the model has it, the file does not") for key in coverage.missing]
+    rows += [
+        (key, "[red]unexpected[/]", f"nearest: {coverage.suggestions[key]}" if key in coverage.suggestions else "")
+        for key in coverage.unexpected
+    ]
+    for row in rows[:limit]:
+        table.add_row(*row)
+    if rows:
+        out.print(table)
+    if limit is not None and len(rows) > limit:
+        out.print(f"… and {len(rows) - limit} more (--all lists them)", markup=False)
+    casts = "".join(f", {count} cast {pair}" for pair, count in coverage.casts.items())
+    out.print(
+        f"{coverage.loaded} keys loaded, {len(coverage.renamed)} of them renamed{casts}; "
+        f"{len(coverage.missing)} missing, {len(coverage.unexpected)} unexpected",
+        markup=False,
+    )
