@@ -129,7 +129,7 @@ def _ordinary_outputs(model: nn.Module, spec: ModelSpec, samples: Arrays) -> dic
 
 
 def nudge(arrays: Arrays, turn: int) -> dict[str, Array]:
-    """Every float moved by one unit in the last place, up or down by a seeded coin; everything else as it is."""
+    """Every float but zero moved by one unit in the last place, up or down by a seeded coin; all else as it is."""
     coins = np.random.default_rng(turn)
     moved = {}
     for name, array in arrays.items():
@@ -139,7 +139,8 @@ def nudge(arrays: Arrays, turn: int) -> dict[str, Array]:
         up = coins.integers(0, 2, array.shape).astype(bool)
         infinity = array.dtype.type(np.inf)
         with np.errstate(over="ignore", under="ignore"):
-            moved[name] = np.where(up, np.nextafter(array, infinity), np.nextafter(array, -infinity))
+            stepped = np.where(up, np.nextafter(array, infinity), np.nextafter(array, -infinity))
+        moved[name] = np.where(array == 0, array, stepped)  # a zero is meant, and its neighbours are denormal
     return moved
 
 
