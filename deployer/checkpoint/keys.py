@@ -92,6 +92,8 @@ def _readings(keys: list[str], wanted: set[str]) -> Iterator[dict[str, str]]:
                 key: name if name in wanted and not wrappers else by_plain.get(name, name)
                 for key, name in shortened.items()
             }
+        for part in _parts(plain):
+            yield {key: by_plain.get(short, short) if short else name for key, (name, short) in part.items()}
         for prefix in _shared_prefixes(wanted):
             yield {key: by_plain.get(f"{prefix}{name}", name) for key, name in plain.items()}
 
@@ -115,6 +117,13 @@ def _shortened(names: Mapping[str, str]) -> Iterator[dict[str, str]]:
         if len(heads) != 1 or any(name.count(".") < depth for name in names.values()):
             return
         yield {key: name.split(".", depth)[depth] for key, name in names.items()}
+
+
+def _parts(names: Mapping[str, str]) -> Iterator[dict[str, tuple[str, str]]]:
+    """For each first part that some names share: (name, name without it, or "" where it has another)."""
+    for head in dict.fromkeys(name.split(".")[0] for name in names.values() if "." in name):
+        start = f"{head}."
+        yield {key: (name, name[len(start) :] if name.startswith(start) else "") for key, name in names.items()}
 
 
 def _shared_prefixes(wanted: set[str]) -> Iterator[str]:

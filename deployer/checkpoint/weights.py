@@ -222,8 +222,11 @@ def _hint(coverage: Coverage) -> str:
             for wrong, right in list(coverage.suggestions.items())[:3] if right in coverage.missing]  # fmt: skip
     if near:
         return f"; did you mean {', '.join(near)}?"
-    heads = sorted({key.split(".")[0] for key in coverage.unexpected if "." in key})
-    return f" (--weights PLACE takes a part of a file, such as --weights {heads[0]})" if heads else ""
+    parts = {key.split(".")[0] for key in coverage.renamed}
+    if not coverage.missing and len(parts) == 1:
+        part = parts.pop()
+        return f"; the part '{part}' fits alone: --weights PLACE.{part}, PLACE as `deployer inspect` lists it"
+    return ""
 
 
 def listed(names: tuple[str, ...] | list[str], limit: int = 8) -> str:
