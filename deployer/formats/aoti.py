@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import io
 import logging
+import tempfile
 from contextlib import redirect_stderr
 from typing import Any
 
 import torch
+from torch import fx
 
 from deployer.errors import ExportError, first_line
 from deployer.formats.exported import require_compiler
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
 from deployer.formats.traceable import as_arrays, as_tensors, export_program
+from deployer.formats.trail import Inside, eager_steps, unlifted
 from deployer.spec import Array, Arrays
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,33 @@ def load(job: LoadJob) -> Loaded:
     return Loaded(call, "AOTInductor CPU")
 
 
+def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) -> Inside:
+    """The program compiled once more with every operator's value as an output: the package itself shows nothing.
+
+    Raises ExportError when it does not compile so.
+    """
+    steps = eager_steps(program, job.spec, arrays)
+    exposed = unlifted(program)
+    nodes = {node.name: node for node in exposed.graph.nodes}
+    single = [step.name for step in steps if isinstance(nodes[step.name].meta.get("val"), torch.Tensor)]
+    output = next(node for node in exposed.graph.nodes if node.op == "output")
+    output.args = (tuple(nodes[name] for name in single),)
+    exposed.graph._codegen = torch.fx.graph.CodeGen()  # the old one packs the old outputs
+    exposed.recompile()
+    module = fx.GraphModule(exposed, exposed.graph)
+    tensors = as_tensors(job.spec, arrays)
+    options = job.details.get("inductor", {})
+    try:
+        with torch.no_grad(), torch._inductor.config.patch(options), tempfile.TemporaryDirectory() as place:
+            again = torch.export.export(module, tensors, strict=False)
+            path = torch._inductor.aoti_compile_and_package(again, package_path=f"{place}/look.pt2")
+            results = torch._inductor.aoti_load_package(path)(*tensors)
+    except Exception as error:  # inductor raises anything
+        raise ExportError(f"AOTInductor failed to expose its operators: {first_line(error)}") from error
+    values = {name: (value.contiguous().numpy(),) for name, value in zip(single, results, strict=True)}
+    return Inside(steps, values, "the program was compiled once more, every operator exposed and every size fixed")
+
+
 FORMAT = Format(
     name="aoti",
     artifact=_ARTIFACT,
@@ -57,4 +87,5 @@ FORMAT = Format(
     load=load,
     compile_modes=("default", "max-autotune"),
     native_code=True,
+    look=look,
 )

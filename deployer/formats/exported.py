@@ -10,6 +10,7 @@ import torch
 from deployer.errors import MachineError
 from deployer.formats.record import COMPILE_MODES, ExportJob, Format, Loaded, LoadJob
 from deployer.formats.traceable import as_arrays, as_tensors, export_program
+from deployer.formats.trail import Inside, eager_steps, run_recorded, unlifted
 from deployer.spec import Array, Arrays
 
 _ARTIFACT = "model.pt2"
@@ -50,6 +51,13 @@ def load(job: LoadJob) -> Loaded:
     return Loaded(call, engine)
 
 
+def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) -> Inside:
+    """The saved program, node by node, in eager mode."""
+    saved = torch.export.load(str(job.folder / _ARTIFACT))
+    note = "" if job.target.compile is None else "the program was run without torch.compile"
+    return Inside(eager_steps(program, job.spec, arrays), run_recorded(unlifted(saved), job.spec, arrays), note)
+
+
 FORMAT = Format(
     name="exported",
     artifact=_ARTIFACT,
@@ -57,4 +65,5 @@ FORMAT = Format(
     export=export,
     load=load,
     compile_modes=COMPILE_MODES,
+    look=look,
 )

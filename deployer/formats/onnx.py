@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from deployer.errors import ExportError, MachineError, first_line
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
 from deployer.formats.traceable import export_program
+from deployer.formats.trail import Inside, eager_steps
 from deployer.spec import Array, Arrays, ModelSpec
 
 _ARTIFACT = "model.onnx"
@@ -109,6 +111,39 @@ def load(job: LoadJob) -> Loaded:
     return Loaded(call, f"onnxruntime {onnxruntime.__version__} {wanted[0]}")
 
 
+def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) -> Inside:
+    """The file run once with every node's value as an output; each node says which of torch's operators it is part of,
+    and the last of them holds that operator's value."""
+    import onnx
+    import onnxruntime
+
+    model = onnx.load(job.folder / _ARTIFACT)
+    sources = {
+        node.output[0]: found[1]
+        for node in model.graph.node
+        for entry in node.metadata_props
+        if entry.key == "pkg.torch.onnx.fx_node" and (found := re.match(r"%(\w+)\b", entry.value))
+    }
+    known = {value.name for value in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sources if name not in known)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found_values = dict(zip(sources, session.run(list(sources), dict(arrays)), strict=True))
+    values = {
+        sources[name]: (value,) for name, value in found_values.items() if isinstance(value, np.ndarray)
+    }  # in the file's order: the last node of an operator wins
+    return Inside(eager_steps(_decomposed(program), job.spec, arrays), values)
+
+
+def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program as the exporter takes it apart before it writes it, so that names agree."""
+    from torch.onnx._internal.exporter import _fx_passes, _registration
+
+    registry = _registration.ONNXRegistry.from_torchlib()
+    return _fx_passes.decompose_with_registry(program, registry)
+
+
 FORMAT = Format(
     name="onnx",
     artifact=_ARTIFACT,
@@ -119,4 +154,5 @@ FORMAT = Format(
     run_modules=("onnxruntime",),
     extra="cpu",
     tools=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
+    look=look,
 )

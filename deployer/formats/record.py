@@ -86,6 +86,8 @@ class Format:
     native_code: bool = False
     #: distributions whose versions the manifest records
     tools: tuple[str, ...] = ("torch",)
+    #: (LoadJob, torch.export program of the checkpoint's model, inputs) → trail.Inside: the artifact taken apart
+    look: Callable[[LoadJob, Any, Arrays], Any] | None = None
 
     @property
     def install(self) -> str:

@@ -7,7 +7,9 @@ is not the model at another size, the model is scripted instead, or refused.
 
 from __future__ import annotations
 
+import re
 import warnings
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from deployer.checkpoint.eager import named_outputs, run_eager
 from deployer.errors import ExportError, first_line
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
 from deployer.formats.traceable import Traceable, as_arrays, as_tensors, example_tensors, export_program
+from deployer.formats.trail import Inside, eager_steps
 from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays
 
@@ -92,10 +95,67 @@ def load(job: LoadJob) -> Loaded:
     return Loaded(call, "torch.jit CPU")
 
 
+def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) -> Inside:
+    """The frozen graph run once with every tensor as an output, its operators matched to torch.export's in order.
+
+    Raises ExportError where the graph has branches or reads attributes of its module: it cannot be taken apart then.
+    """
+    module: Any = torch.jit.load(str(job.folder / _ARTIFACT), map_location="cpu")  # type: ignore[no-untyped-call]
+    graph = module.graph.copy()
+    if next(graph.inputs()).uses() or any(list(node.blocks()) for node in graph.nodes()):
+        raise ExportError("a scripted artifact with branches or module state cannot be taken apart; validate another")
+    names = [value.debugName() for value in list(graph.inputs())[1:]]
+    graph.eraseInput(0)
+    kinds = _expose(graph)
+    function = torch._C._create_function_from_graph("look", graph)
+    ordered = as_tensors(job.spec, arrays)
+    by_name = {tensor.name: value for tensor, value in zip(job.spec.inputs, ordered, strict=True)}
+    scripted = job.details["method"] == "script"
+    with torch.no_grad():
+        results = function(*((by_name[name.rsplit(".", 1)[0]] for name in names) if scripted else ordered))
+    values = [value.detach().contiguous().numpy() for value in results]
+    steps = eager_steps(program, job.spec, arrays)
+    eager, own = [_family(step.operator) for step in steps], [_family(kind) for kind in kinds]
+    matched = SequenceMatcher(None, eager, own, autojunk=False).get_matching_blocks()
+    pairs = [(steps[block.a + at].name, values[block.b + at]) for block in matched for at in range(block.size)]
+    return Inside(steps, {name: (value,) for name, value in pairs})
+
+
+def _family(operator: str) -> str:
+    """TorchScript and torch.export call some operators by different names."""
+    name = operator.removesuffix("_")
+    return re.sub(r"^aten::(?:_convolution|conv(?:_transpose)?\dd|convolution)$", "aten::convolution", name)
+
+
+def _expose(graph: Any) -> list[str]:
+    """Make the graph return a copy of every operator's tensor, as one tuple; returns the operators' names in order.
+    Copies, since a later operator may write into the tensor."""
+    nothing = graph.create("prim::Constant")
+    nothing.output().setType(torch._C.NoneType.get())
+    graph.prependNode(nothing)
+    kinds, copies = [], []
+    for node in list(graph.nodes()):
+        outputs = list(node.outputs())
+        if not node.kind().startswith("aten::") or len(outputs) != 1 or outputs[0].type().kind() != "TensorType":
+            continue
+        copy = graph.create("aten::clone", [outputs[0], nothing.output()], 1)
+        copy.insertAfter(node)
+        copies.append(copy.output())
+        kinds.append(node.kind())
+    together = graph.create("prim::TupleConstruct", copies, 1)
+    together.output().setType(torch._C.TupleType([torch._C.TensorType.get()] * len(copies)))
+    graph.appendNode(together)
+    for position in reversed(range(len(list(graph.outputs())))):
+        graph.eraseOutput(position)
+    graph.registerOutput(together.output())
+    return kinds
+
+
 FORMAT = Format(
     name="torchscript",
     artifact=_ARTIFACT,
     summary="traced and frozen; scripted where tracing would lose control flow; deprecated by PyTorch",
     export=export,
     load=load,
+    look=look,
 )

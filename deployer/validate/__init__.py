@@ -20,6 +20,7 @@ from deployer.validate.batching import take_row
 from deployer.validate.cases import Case, cases_for, refusals_for, scatter, stress_cases
 from deployer.validate.compare import TOLERANCES, OutputCheck, Tolerance, compare
 from deployer.validate.gate import SCHEMA_VERSION, ValidationReport, read_references, read_report, run_gate
+from deployer.validate.localize import Departure, localize
 from deployer.validate.ranges import without_found_ranges
 from deployer.validate.reference import Reference, make_reference, write_references
 from deployer.validate.selfcheck import ModelFacts
@@ -28,6 +29,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "TOLERANCES",
     "Case",
+    "Departure",
     "ModelFacts",
     "OutputCheck",
     "Reference",
@@ -35,6 +37,7 @@ __all__ = [
     "ValidationReport",
     "cases_for",
     "compare",
+    "localize",
     "make_reference",
     "read_references",
     "read_report",
