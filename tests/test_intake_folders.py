@@ -22,6 +22,8 @@ from deployer.checkpoint.hugging_face import BUILDER
 from deployer.checkpoint.hugging_face import build as build_hugging_face
 from deployer.checkpoint.sources import open_source, open_weights
 from deployer.errors import CheckpointError, MachineError, ModelError
+from deployer.export import current_bundle, export
+from deployer.formats import Target
 from deployer.inspection import inspect
 from deployer.spec import Dim, ModelSpec, TensorSpec
 from tests.test_intake_files import SAMPLES, SPEC, Net, Touch, answer, load
@@ -368,6 +370,15 @@ def test_inspect_with_a_model_tells_of_every_key(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nearest: enc.weight" in done.stdout
     assert "error: 'bad.pt' does not fit net.py:Net: missing: enc.bias, enc.weight" in done.stderr
+
+
+def test_a_bundle_of_other_weights_of_the_same_file_is_not_reused(tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"model": Net(1.0).state_dict(), "ema": Net(2.0).state_dict()}, path)
+    target = Target("torchscript")
+    export(load(path), target, tmp_path)
+    assert current_bundle(load(path), target, tmp_path) is not None
+    assert current_bundle(load(path, weights="ema"), target, tmp_path) is None
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "html"])

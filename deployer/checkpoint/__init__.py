@@ -316,7 +316,7 @@ def _require_no_siblings(path: Path) -> None:
             names = [node.module or ""] if not node.level else ["."]
         for name in names:
             beside = path.parent / name.split(".")[0]
-            if name == "." or (name and (beside.with_suffix(".py").is_file() or beside.is_dir())):
+            if name == "." or (name and (beside.with_suffix(".py").is_file() or any(beside.glob("*.py")))):
                 raise ModelError(
                     f"'{path}' imports '{name}' from beside it, which the folder would lack; put the model into one "
                     "file, or name it as package.module:factory"

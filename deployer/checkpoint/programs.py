@@ -50,6 +50,8 @@ def read_program_archive(path: Path) -> Program | None:
                 return _torchscript(archive)
             if "archive_format" in archive:
                 return _exported(archive)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise corrupt(path, describe(error)) from error
     return None
@@ -114,7 +116,10 @@ def _raw_tensors(archive: Archive, config: str, folder: str) -> dict[str, Stored
     for name, entry in json.loads(archive.read(config))["config"].items():
         meta = entry["tensor_meta"]
         if entry["use_pickle"] or meta["dtype"] not in _SCALAR_TYPES:
-            raise ValueError(f"'{name}' is of a kind that is stored as a pickle")
+            raise CheckpointError(
+                f"'{archive.path}' stores '{name}' as a pickle or in a dtype that is not read here; give the checkpoint that "
+                "it was made from"
+            )
         found[name] = FileTensor(
             archive.storage(f"{folder}/{entry['path_name']}"),
             _SCALAR_TYPES[meta["dtype"]],

@@ -22,7 +22,7 @@ from deployer.checkpoint.programs import Program, read_onnx, read_program_archiv
 from deployer.checkpoint.safetensors_file import read_safetensors
 from deployer.checkpoint.sets import Found, Weights, WeightSet, choose_set, find_sets
 from deployer.checkpoint.tensors import read_tensor
-from deployer.checkpoint.torch_file import is_archive, read_torch_file
+from deployer.checkpoint.torch_file import is_archive, read_torch_file, require_torch_file
 from deployer.errors import CheckpointError, first_line
 from deployer.files import sha256_of
 
@@ -180,6 +180,7 @@ def _refusal(path: Path, found: Found, names: list[str]) -> CheckpointError:
 
 
 def _unpickle_trusted(path: Path) -> Any:
+    require_torch_file(path)
     try:
         # What --trust-pickle asks for; its use is recorded in the manifest.
         return torch.load(path, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(path))

@@ -234,12 +234,17 @@ def is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def read_torch_file(path: Path) -> Pickled:
-    """Raises CheckpointError, one line with path and size, for anything that is not a whole torch.save file."""
+def require_torch_file(path: Path) -> None:
+    """Raises CheckpointError for a file that begins like nothing that torch.save writes."""
     with path.open("rb") as file:
         magic = file.read(2)
     if magic[:1] != b"\x80" and magic != b"PK":
         raise corrupt(path, "it is no torch.save file")
+
+
+def read_torch_file(path: Path) -> Pickled:
+    """Raises CheckpointError, one line with path and size, for anything that is not a whole torch.save file."""
+    require_torch_file(path)
     try:
         return read_archive(path) if is_archive(path) else read_legacy(path)
     except Exception as error:
