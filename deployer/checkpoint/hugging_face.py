@@ -86,5 +86,7 @@ def build(architecture: str, config: Mapping[str, Any]) -> nn.Module:
     made.return_dict = True
     if hasattr(made, "use_cache"):
         made.use_cache = False  # a cache is no tensor, and the first request has none
-    model: nn.Module = kind._from_config(made)
-    return model
+    model: Any = kind._from_config(made)
+    model.loss_function = None  # tracing reads every property; unset, this one logs a warning
+    filled: nn.Module = model
+    return filled

@@ -117,8 +117,8 @@ def _raw_tensors(archive: Archive, config: str, folder: str) -> dict[str, Stored
         meta = entry["tensor_meta"]
         if entry["use_pickle"] or meta["dtype"] not in _SCALAR_TYPES:
             raise CheckpointError(
-                f"'{archive.path}' stores '{name}' as a pickle or in a dtype that is not read here; give the checkpoint that "
-                "it was made from"
+                f"'{archive.path}' stores '{name}' as a pickle or in a dtype that is not read here; give the "
+                "checkpoint that it was made from"
             )
         found[name] = FileTensor(
             archive.storage(f"{folder}/{entry['path_name']}"),
