@@ -15,7 +15,7 @@ from deployer.checkpoint import Checkpoint, load_checkpoint
 from deployer.errors import ExportError, ModelError
 from deployer.export import export
 from deployer.formats import ExportJob, Target
-from deployer.formats.traceable import export_program
+from deployer.formats.traceable import MODES, export_program
 from deployer.spec import Dim, ModelSpec, TensorSpec
 
 
@@ -70,6 +70,13 @@ class FixedLength(nn.Module):
         return x + torch.ones(int(x.shape[1]))  # fixed
 
 
+def plain_export(checkpoint: Checkpoint, folder: Path) -> None:
+    """torch.export in its plain mode alone; the other modes follow int(x.shape[0])."""
+    export_program(
+        ExportJob(checkpoint.build(), checkpoint.spec, checkpoint.samples, Target("exported"), folder), MODES[:1]
+    )
+
+
 def checkpoint_of(kind: type[nn.Module], spec: ModelSpec | None = None) -> Checkpoint:
     rows = TensorSpec("x", "float32", ("batch", 3))
     output = TensorSpec("output", "float32", ("batch", 3))
@@ -92,7 +99,25 @@ FROZEN = [Repeat, Full, View, RangeLoop, Comprehension]
 def test_the_axis_its_value_and_the_line_are_named(kind: type[nn.Module], tmp_path: Path) -> None:
     number, code = marked_line(kind)
     line = re.escape(f"({Path(__file__).name}:{number}: {code})")
-    with pytest.raises(ExportError, match=rf"fixes the dynamic axis 'batch' to 4 {line}: its size is used as"):
+    with pytest.raises(
+        ExportError, match=rf"fixes the dynamic axis 'batch' to 4 {line}: its size is used as"
+    ) as caught:
+        plain_export(checkpoint_of(kind), tmp_path)
+    assert caught.value.reason == "specialized_axis"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [Repeat, Full, View], ids=lambda kind: kind.__name__)
+def test_a_size_read_with_int_is_followed_in_strict_mode_and_recorded(kind: type[nn.Module], tmp_path: Path) -> None:
+    bundle, report = export(checkpoint_of(kind), Target("exported"), tmp_path)
+    assert report.passed
+    assert bundle.manifest.details["tracing"] == "strict"
+    assert "fixes the dynamic axis 'batch' to 4" in bundle.manifest.details["notes"][0]
+
+
+@pytest.mark.parametrize("kind", [RangeLoop, Comprehension], ids=lambda kind: kind.__name__)
+def test_what_no_mode_follows_is_refused_in_the_words_of_the_plain_one(kind: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="fixes the dynamic axis 'batch' to 4"):
         export(checkpoint_of(kind), Target("exported"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -120,7 +145,7 @@ def test_the_axis_is_the_one_that_was_fixed_not_the_first(tmp_path: Path) -> Non
     )
     number, _ = marked_line(FixedLength)
     with pytest.raises(ExportError, match=rf"fixes the dynamic axis 'length' to 5 \({Path(__file__).name}:{number}:"):
-        export(checkpoint_of(FixedLength, spec), Target("onnx"), tmp_path)
+        plain_export(checkpoint_of(FixedLength, spec), tmp_path)
 
 
 def test_a_path_for_some_sizes_only_is_told_with_its_condition(tmp_path: Path) -> None:

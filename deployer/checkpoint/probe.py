@@ -70,7 +70,8 @@ def _output_shapes(
         if dtype not in DTYPES:
             raise ModelError(
                 f"output '{name}' is {dtype}, which ONNX, numpy or JSON cannot carry; return it as "
-                + ("a real view (torch.view_as_real)" if tensor.is_complex() else f"one of {', '.join(DTYPES)}")
+                + ("a real view (torch.view_as_real)" if tensor.is_complex() else f"one of {', '.join(DTYPES)}"),
+                reason="unsupported_output",
             )
         result[name] = (dtype, tuple(tensor.shape))
     return result

@@ -18,6 +18,7 @@ from torch import fx
 from deployer.errors import ExportError, first_line
 from deployer.formats.exported import require_compiler
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
+from deployer.formats.refusals import operator_in, reason_in
 from deployer.formats.traceable import as_arrays, as_tensors, export_program
 from deployer.formats.trail import Inside, eager_steps, unlifted
 from deployer.spec import Array, Arrays
@@ -30,16 +31,20 @@ _ARTIFACT = "model.pt2"
 def export(job: ExportJob) -> dict[str, Any]:
     """Compile and write `model.pt2`. Raises ExportError, or MachineError without a C++ compiler."""
     require_compiler()
-    program = export_program(job)
+    exported = export_program(job)
     # Freezing (constant folding, packed weights) silently does nothing unless gradients are off while lowering.
     options = {"freezing": True, "max_autotune": job.target.compile == "max-autotune"}
     try:
         with torch.no_grad(), torch._inductor.config.patch(options), redirect_stderr(io.StringIO()) as chatter:
-            torch._inductor.aoti_compile_and_package(program, package_path=str(job.folder / _ARTIFACT))
+            torch._inductor.aoti_compile_and_package(exported.program, package_path=str(job.folder / _ARTIFACT))
     except Exception as error:  # inductor raises anything from its own errors to CalledProcessError of the compiler
-        raise ExportError(f"AOTInductor failed with {type(error).__name__}: {first_line(error)}") from error
+        operator = operator_in(error)
+        named = f" at {operator}" if operator else ""
+        raise ExportError(
+            f"AOTInductor failed{named} with {type(error).__name__}: {first_line(error)}", reason=reason_in(error)
+        ) from error
     log.debug("%s", chatter.getvalue())  # the autotuner prints its tables to stderr whatever its log level
-    return {"inductor": options}
+    return {"inductor": options, **exported.details}
 
 
 def load(job: LoadJob) -> Loaded:

@@ -20,10 +20,12 @@ def export(job: ExportJob) -> dict[str, Any]:
     """Write `model.pt2`. Raises ExportError."""
     if job.target.compile is not None:
         require_compiler()
-    torch.export.save(export_program(job), str(job.folder / _ARTIFACT))
-    details: dict[str, Any] = {"needs_compiler": job.target.compile is not None}
+    exported = export_program(job)
+    torch.export.save(exported.program, str(job.folder / _ARTIFACT))
+    details: dict[str, Any] = {"needs_compiler": job.target.compile is not None, **exported.details}
     if job.target.compile == "reduce-overhead" and job.target.device == "cpu":
-        details["notes"] = ["reduce-overhead works through CUDA graphs; on a CPU it compiles as 'default' does"]
+        note = "reduce-overhead works through CUDA graphs; on a CPU it compiles as 'default' does"
+        details["notes"] = [*details.get("notes", ()), note]
     return details
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import numpy as np
 import torch
 
 from deployer.errors import ExportError, MachineError, first_line
+from deployer.formats.decompositions import decomposed
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
+from deployer.formats.refusals import operator_in, reason_in
 from deployer.formats.traceable import export_program
 from deployer.formats.trail import Inside, eager_steps
 from deployer.spec import Array, Arrays, ModelSpec
+
+log = logging.getLogger(__name__)
 
 _ARTIFACT = "model.onnx"
 _SINGLE_FILE_LIMIT_BYTES = 1_500_000_000  # protobuf stops at 2 GiB; larger weights go to model.onnx.data
@@ -23,8 +28,11 @@ def export(job: ExportJob) -> dict[str, Any]:
     """Write `model.onnx` (weights beside it beyond 1.5 GB). Raises ExportError, also when an axis came out fixed."""
     from onnx_ir.passes.common import NameFixPass
 
-    program = export_program(job)
+    exported = export_program(job)
     try:
+        program, replaced = decomposed(exported.program)
+        if replaced:
+            log.info("onnx: %s replaced by equals that the exporter translates rightly", ", ".join(replaced))
         onnx_program = torch.onnx.export(
             program,
             dynamo=True,
@@ -34,7 +42,7 @@ def export(job: ExportJob) -> dict[str, Any]:
             output_names=[tensor.name for tensor in job.spec.outputs],
         )
     except Exception as error:  # the exporter wraps whatever went wrong
-        raise ExportError(f"the ONNX exporter failed with {type(error).__name__}: {first_line(error)}") from error
+        raise _refusal(error) from error
     if onnx_program is None:
         raise ExportError("the ONNX exporter returned nothing")
     _name_axes(onnx_program.model, job.spec, program)
@@ -44,7 +52,21 @@ def export(job: ExportJob) -> dict[str, Any]:
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
     onnx_program.save(str(job.folder / _ARTIFACT), external_data=weights_bytes > _SINGLE_FILE_LIMIT_BYTES)
     opset = check_axes(job.folder / _ARTIFACT, job.spec)
-    return {"opset": opset}
+    return {"opset": opset, **exported.details} | ({"decomposed": replaced} if replaced else {})
+
+
+def _refusal(error: Exception) -> ExportError:
+    """The exporter wraps what went wrong; the innermost cause says it."""
+    reason, operator = reason_in(error), operator_in(error)
+    if reason == "unsupported_operator" and operator:
+        return ExportError(f"the ONNX exporter knows no translation of {operator}", reason=reason)
+    cause = error
+    while isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    named = f" at {operator}" if operator else ""
+    return ExportError(
+        f"the ONNX exporter failed{named} with {type(cause).__name__}: {first_line(cause)}", reason=reason
+    )
 
 
 def _name_axes(model: Any, spec: ModelSpec, program: torch.export.ExportedProgram) -> None:
@@ -86,7 +108,8 @@ def check_axes(path: Path, spec: ModelSpec) -> int:
             if dynamic and not found.dim_param:
                 raise ExportError(
                     f"the ONNX exporter fixed axis {axis} ('{size}') of '{tensor.name}' to {found.dim_value}: "
-                    "the model uses its size as a Python number; use x.shape or a size of -1 in its place"
+                    "the model uses its size as a Python number; use x.shape or a size of -1 in its place",
+                    reason="specialized_axis",
                 )
     return next(int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
 

@@ -18,6 +18,7 @@ import torch
 from deployer.checkpoint.eager import named_outputs, run_eager
 from deployer.errors import ExportError, first_line
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
+from deployer.formats.refusals import reason_in
 from deployer.formats.traceable import Traceable, as_arrays, as_tensors, example_tensors, export_program
 from deployer.formats.trail import Inside, eager_steps
 from deployer.samples import sized_inputs
@@ -28,6 +29,16 @@ _ARTIFACT = "model.pt"
 
 def export(job: ExportJob) -> dict[str, Any]:
     """Write `model.pt`. Raises ExportError when the model can neither be traced faithfully nor scripted."""
+    module, branches = _trace(job)
+    lost = (_refused_by_export(job) if branches else None) or _fails_at_other_sizes(module, job)
+    if lost is not None:
+        module = _script(job, lost)
+    torch.jit.save(torch.jit.freeze(module), str(job.folder / _ARTIFACT))
+    return {"method": "trace" if lost is None else "script"}
+
+
+def _trace(job: ExportJob) -> tuple[Any, bool]:
+    """The traced module, and whether the tracer saw a tensor's value decide something."""
     examples = example_tensors(job.spec, job.samples)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -37,46 +48,48 @@ def export(job: ExportJob) -> dict[str, Any]:
                     Traceable(job.model, job.spec).eval(), examples, check_trace=False
                 )
         except Exception as error:  # the tracer raises anything that the model raises
-            raise ExportError(f"torch.jit.trace failed with {type(error).__name__}: {first_line(error)}") from error
-    method = "trace"
-    branches = any("Python boolean" in str(warning.message) for warning in caught)
-    if why := (_refused_by_export(job) if branches else "") or _fails_at_other_sizes(module, job):
-        method = "script"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                module = torch.jit.script(job.model.eval())
-        except Exception as error:
             raise ExportError(
-                f"tracing loses part of the model ({why}) and scripting failed: {first_line(error)}"
+                f"torch.jit.trace failed with {type(error).__name__}: {first_line(error)}", reason=reason_in(error)
             ) from error
-    torch.jit.save(torch.jit.freeze(module), str(job.folder / _ARTIFACT))
-    return {"method": method}
+    return module, any("Python boolean" in str(warning.message) for warning in caught)
 
 
-def _refused_by_export(job: ExportJob) -> str:
+def _script(job: ExportJob, lost: ExportError) -> Any:
+    """The scripted model: its control flow is kept. `lost` is what a trace would lose."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.jit.script(job.model.eval())
+    except Exception as error:  # the compiler raises anything from its own errors to OSError (no source)
+        raise ExportError(
+            f"tracing loses part of the model ({lost}) and scripting failed: {first_line(error)}", reason=lost.reason
+        ) from error
+
+
+def _refused_by_export(job: ExportJob) -> ExportError | None:
     try:
         export_program(job)
     except ExportError as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
-def _fails_at_other_sizes(module: Any, job: ExportJob) -> str:
-    """Why the traced module is not the model at each Dim's smallest size, or nothing: a size that the model reads as a
+def _fails_at_other_sizes(module: Any, job: ExportJob) -> ExportError | None:
+    """Why the traced module is not the model at each Dim's smallest size, or None: a size that the model reads as a
     Python number is a constant of the trace. The gate compares exactly; here the shape and the rough value tell."""
     smallest = {name: dim.min for name, dim in job.spec.dims.items()}
     arrays = sized_inputs(job.spec, job.samples, smallest)
     expected = run_eager(job.model, job.spec, arrays)
+    at = " ".join(f"{name}={size}" for name, size in smallest.items())
     try:
         with torch.no_grad():
             got = as_arrays(job.spec, module(*as_tensors(job.spec, arrays)))
     except RuntimeError as error:
-        return f"the trace fails at {smallest}: {first_line(error)}"
+        return ExportError(f"the trace fails at {at}: {first_line(error)}", reason="specialized_axis")
     for name, array in expected.items():
         if got[name].shape != array.shape or not np.allclose(got[name], array, rtol=1e-2, atol=1e-3, equal_nan=True):
-            return f"the trace gives another '{name}' than the model at {smallest}"
-    return ""
+            return ExportError(f"the trace gives another '{name}' than the model at {at}", reason="specialized_axis")
+    return None
 
 
 def load(job: LoadJob) -> Loaded:

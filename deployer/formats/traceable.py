@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,23 +13,32 @@ from torch import Tensor, nn
 
 from deployer.checkpoint.eager import named_outputs
 from deployer.errors import ExportError, first_line
-from deployer.formats.provenance import Provenance, watched_axes
+from deployer.formats.provenance import watched_axes
 from deployer.formats.record import ExportJob
+from deployer.formats.refusals import explain_export_error
+from deployer.formats.rewrites import Rewrites
 from deployer.samples import sized_inputs
 from deployer.spec import Arrays, ModelSpec
+
+log = logging.getLogger(__name__)
 
 
 class Traceable(nn.Module):
     """Positional tensors in the order of `spec.inputs` → tuple of tensors in the order of `spec.outputs`."""
 
-    def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
+    def __init__(self, model: nn.Module, spec: ModelSpec, rewrites: Rewrites | None = None) -> None:
         super().__init__()
         self.model = model
         self._spec = spec
+        self._rewrites = rewrites
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         names = [tensor.name for tensor in self._spec.inputs]
-        result = self.model(**dict(zip(names, tensors, strict=True)))
+        if self._rewrites is None:
+            result = self.model(**dict(zip(names, tensors, strict=True)))
+        else:
+            with self._rewrites:
+                result = self.model(**dict(zip(names, tensors, strict=True)))
         return tuple(named_outputs(result, self._spec).values())
 
 
@@ -62,10 +74,74 @@ def as_arrays(spec: ModelSpec, tensors: Any) -> dict[str, Any]:
     }
 
 
-def export_program(job: ExportJob) -> torch.export.ExportedProgram:
-    """`torch.export` with every Dim of the spec declared dynamic. Raises ExportError in plain words."""
+@dataclass(frozen=True)
+class Program:
+    """A `torch.export` program and, under `details`, how it came about where that was not the plain way."""
+
+    program: torch.export.ExportedProgram
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to trace.
+
+    `size_oblivious` keeps torch's own shortcuts for sizes 0 and 1 (broadcasting, contiguity) out of the graph.
+    `rewritten` replaces functions that torch.export ties to the example's sizes (deployer.formats.rewrites).
+    `strict` reads the model's bytecode, and so follows int(x.shape[0]) where plain tracing takes a number.
+    """
+
+    size_oblivious: bool = False
+    rewritten: bool = False
+    strict: bool = False
+
+    def __str__(self) -> str:
+        names = [name.replace("_", "-") for name, used in vars(self).items() if used]
+        return " and ".join(names) or "plain"
+
+
+MODES = (
+    Mode(),
+    Mode(size_oblivious=True),
+    Mode(rewritten=True),
+    Mode(size_oblivious=True, rewritten=True),
+    Mode(strict=True),
+    Mode(size_oblivious=True, strict=True),
+)
+#: what another way of tracing cannot mend
+_FINAL = ("data_dependent_control_flow", "unsupported_operator")
+
+
+def export_program(job: ExportJob, modes: Sequence[Mode] = MODES) -> Program:
+    """`torch.export` with every Dim of the spec declared dynamic. Raises ExportError in plain words.
+
+    Where plain tracing fails for a reason that another mode may mend, the others are tried in turn; the mode that
+    succeeded is recorded under `tracing` and announced. The error is that of the plain attempt.
+    """
+    first: ExportError | None = None
+    for mode in modes:
+        try:
+            program, used = _export(job, mode)
+            _check_corners(program, job)
+        except ExportError as error:
+            log.debug("%s tracing: %s", mode, error)
+            first = first or error
+            if error.reason in _FINAL:
+                break
+            continue
+        if first is None:
+            return Program(program, {})
+        replaced = f" ({', '.join(used)})" if used else ""
+        note = f"exported in {mode} mode{replaced}; plain tracing was refused: {first}"
+        return Program(program, {"tracing": str(mode), "notes": [note]} | ({"rewritten": used} if used else {}))
+    assert first is not None  # noqa: S101 - every way out of the loop without a program has set it
+    raise first
+
+
+def _export(job: ExportJob, mode: Mode) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """One attempt: the program, and the names of the functions that were rewritten."""
     dims = {
-        name: torch.export.Dim(_dim_name(name), min=dim.min, max=dim.max)
+        name: torch.export.Dim(re.sub(r"\W", "_", name), min=dim.min, max=dim.max)
         for name, dim in job.spec.dims.items()
         if dim.min < dim.max
     }
@@ -73,62 +149,40 @@ def export_program(job: ExportJob) -> torch.export.ExportedProgram:
         {axis: dims[size] for axis, size in enumerate(tensor.shape) if isinstance(size, str) and size in dims}
         for tensor in job.spec.inputs
     )
-    with watched_axes() as provenance:
+    rewrites = Rewrites() if mode.rewritten else None
+    oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=mode.size_oblivious)  # type: ignore[attr-defined]
+    with watched_axes() as provenance, oblivious:
         try:
             with torch.no_grad():
-                return torch.export.export(
-                    Traceable(job.model, job.spec),
+                program = torch.export.export(
+                    Traceable(job.model, job.spec, rewrites),
                     example_tensors(job.spec, job.samples),
                     dynamic_shapes={"tensors": shapes},
-                    strict=False,
+                    strict=mode.strict,
                 )
         except Exception as error:  # torch.export raises a dozen classes
-            raise ExportError(explain_export_error(error, job.spec, provenance)) from error
+            raise explain_export_error(error, job.spec, provenance) from error
+    if rewrites is not None and not rewrites.used:
+        raise ExportError("nothing in the model was there to rewrite", reason="specialized_axis")
+    return program, rewrites.used if rewrites else []
 
 
-def _dim_name(name: str) -> str:
-    return re.sub(r"\W", "_", name)
-
-
-def explain_export_error(error: Exception, spec: ModelSpec, provenance: Provenance | None = None) -> str:
-    """torch.export's refusal in one line: what it means for the model and where it happened.
-
-    `provenance` is what was seen of the axes while exporting; it knows the line that torch's message lacks.
-    """
-    text = str(error)
-    where = _user_line(text)
-    if "data-dependent" in text.lower() or "DataDependent" in type(error).__name__:
-        return (
-            f"torch.export cannot follow control flow that depends on tensor values{where}; "
-            "use torch.where or torch.cond, or --format torchscript, which scripts it"
-        )
-    seen = provenance or Provenance()
-    if found := re.search(r"(?:inferred to be a constant|specialized it to be a constant)\s*\((\d+)\)", text):
-        fixed = seen.of(spec, constant=True)
-        axis = (fixed and fixed.dim(spec)) or _named_axis(text, spec) or "an axis"
-        place = f" ({fixed.line})" if fixed else where
-        return (
-            f"the model fixes the dynamic axis '{axis}' to {found[1]}{place}: its size is used as a Python number; "
-            "use x.shape or a size of -1 in its place"
-        )
-    if found := re.search(r"in the specified range .*? satisfy the generated guard (.+)", text):
-        cut = seen.of(spec, constant=False)
-        axis = (cut and cut.dim(spec)) or _named_axis(text, spec) or "an axis"
-        place = f" ({cut.line})" if cut else where
-        condition = re.sub(r"L\['\w+'\](?:\[\d+\])?\.size\(\)\[\d+\]", axis, found[1]).strip()
-        return (
-            f"the model takes one path for some sizes of the dynamic axis '{axis}' and another for the rest{place}: "
-            f"the program would hold only while {condition}; declare that range in dims, or give all sizes one path"
-        )
-    return f"torch.export refused the model with {type(error).__name__}: {first_line(error)}{where}"
-
-
-def _named_axis(text: str, spec: ModelSpec) -> str | None:
-    return next((name for name in spec.dims if re.search(rf"\b{re.escape(_dim_name(name))}\b", text)), None)
-
-
-def _user_line(text: str) -> str:
-    """` (file.py:12)` for the innermost line of the user's model that the message quotes, or nothing."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', text) + re.findall(r"#\s*([\w/.\-]+\.py):(\d+) in", text)
-    own = [(file, line) for file, line in frames if "/torch/" not in file and "/deployer/" not in file]
-    return f" ({own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]})" if own else ""
+def _check_corners(program: torch.export.ExportedProgram, job: ExportJob) -> None:
+    """torch.export keeps some conditions on sizes inside the program instead of refusing: one that fails at the ends of
+    the declared ranges, where the model ran, is not the model there. Raises ExportError naming the condition."""
+    if program.graph_signature.buffers_to_mutate:
+        return  # a run here would change the buffers that go into the artifact
+    module = program.module()
+    for turn in (0, 1, -1):  # the smallest sizes, the second smallest, the largest
+        sizes = {name: (dim.sizes() * 2)[turn] for name, dim in job.spec.dims.items()}
+        tensors = as_tensors(job.spec, sized_inputs(job.spec, job.samples, sizes))
+        try:
+            with torch.no_grad():
+                module(*tensors)
+        except Exception as error:  # a guard's AssertionError, or what the graph's operators raise
+            at = " ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ExportError(
+                f"torch.export made a program that does not hold at {at} ({first_line(error)}); "
+                "declare that range in dims, or give all sizes one path",
+                reason="specialized_axis",
+            ) from error
