@@ -39,7 +39,6 @@ REASONS: dict[str, str] = {
     "stateful": "pass what is kept between calls in and out as inputs and outputs",
     "train_mode": "leave train() out of forward, and let eval() reach every module",
     "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
-    "unloadable_artifact": "export to another format; the engine cannot open what the exporter wrote",
     "compiler_failed": "export to another format; the C++ compiler or the code generator failed on this graph",
     "missing_package": "install what the message names",
     "exporter_failed": "export to another format; the exporter failed in a way that has no class yet",

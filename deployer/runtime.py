@@ -76,11 +76,7 @@ def open_artifact(
     except DeployerError:
         raise
     except Exception as error:  # every engine has its own classes: ONNX Runtime's are no RuntimeError
-        lacking = "NOT_IMPLEMENTED" in str(error)  # ONNX Runtime's word for an operator that it has no kernel for
-        raise BundleError(
-            f"'{folder}' cannot be opened as {target.format}: {first_line(error)}",
-            reason="unsupported_operator" if lacking else "unloadable_artifact",
-        ) from error
+        raise BundleError(f"'{folder}' cannot be opened as {target.format}: {first_line(error)}") from error
 
 
 def open_bundle(path: str | Path | Bundle, *, threads: int | None = None) -> Runner:
