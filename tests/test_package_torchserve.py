@@ -128,7 +128,8 @@ def test_settings_that_would_be_bent_are_refused(onnx: Bundle, tmp_path: Path, o
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Detections, "declares no batch axis"), (MixesRows, "gate did not see that a row")]
+    ("kind", "said"),
+    [(Detections, "declares no batch axis"), (MixesRows, "a row in a batch of 4 is not answered as alone: output")],
 )
 def test_batching_is_refused_where_requests_cannot_share_a_run(kind: Any, said: str, tmp_path: Path) -> None:
     bundle, _ = export(checkpoint_of(kind), Target("torchscript"), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployer.bundle import file_hashes, read_bundle, write_manifest
 from deployer.checkpoint import Checkpoint
-from deployer.errors import GateError
+from deployer.errors import BundleError, GateError
 from deployer.export import export, export_all
 from deployer.formats import FORMATS, ExportJob, Loaded, LoadJob, Target
 from deployer.spec import Array, Arrays, Dim, ModelSpec, TensorSpec
 from deployer.validate import TOLERANCES, Reference, cases_for, compare, make_reference, run_gate, validate
+from deployer.validate.compare import allowed_error, find_rankings, tied_indices
 from tests.models import MixesRows, Noisy, Scale, checkpoint_of
 
 FP32 = TOLERANCES["fp32"]
@@ -82,6 +85,73 @@ def test_integers_and_bools_must_be_equal() -> None:
     assert not check.passed
     assert "1 of 2 values differ" in check.reason
     assert not verdict(np.array([True, False]), np.array([True, True]))
+
+
+def ties(scores: Array, index: Array, got: Array, got_scores: Array | None = None) -> tuple[bool, int]:
+    """(passed, ties) for an index output that ranks `scores` along axis 1, given back as an output."""
+    spec = ModelSpec(
+        "ranked",
+        (TensorSpec("x", "float32", ("batch", scores.shape[1])),),
+        (TensorSpec("index", index.dtype.name, ("batch", *index.shape[1:])),
+         TensorSpec("scores", "float32", ("batch", scores.shape[1]))),
+        dims={"batch": Dim(1, len(scores), 16)}, batch="batch",
+    )  # fmt: skip
+    outputs = {"index": index, "scores": scores}
+    ranking = find_rankings(spec, [({"x": np.zeros_like(scores)}, outputs)])["index"]
+    assert (ranking.scores, ranking.from_inputs, ranking.axis) == ("scores", False, 1)
+    own = scores if got_scores is None else got_scores
+    tied = tied_indices(ranking, got, index, own, scores, allowed_error(scores, FP32))
+    check = compare("case", "index", got, index, FP32, tied=tied)
+    return check.passed, check.ties
+
+
+def test_an_index_is_a_tie_only_where_the_scores_tie() -> None:
+    scores = np.zeros((2, 1500), np.float32)
+    scores[0, 1000] = scores[1, 0] = scores[1, 7] = 1.0
+    index = scores.argmax(1)
+    assert ties(scores, index, np.array([1000, 7])) == (True, 1)
+    assert ties(scores, index, np.array([1001, 0])) == (False, 0)
+    assert ties(scores, index, np.array([1000, 8])) == (False, 0)
+    assert ties(scores, index, np.array([1000, 1500])) == (False, 0)  # beyond the scores
+    assert ties(scores, index, np.array([1000, -1])) == (False, 0)
+
+
+def test_a_near_tie_counts_only_by_the_artifacts_own_scores() -> None:
+    scores = np.array([[1.0, 1.0 + 1e-6, 0.5]], np.float32)
+    other = scores[:, [1, 0, 2]]  # the same within tolerance, the first ahead
+    index, got = scores.argmax(1), np.array([0])
+    assert ties(scores, index, got, other) == (True, 1)
+    assert ties(scores, index, got, scores) == (False, 0)  # its own scores say 1
+
+
+def test_the_best_few_may_change_places_where_they_tie_and_none_be_named_twice() -> None:
+    scores = np.array([[3.0, 2.0, 2.0, 1.0]], np.float32)
+    index = np.array([[0, 1, 2]])
+    assert ties(scores, index, np.array([[0, 2, 1]])) == (True, 2)
+    assert ties(scores, index, np.array([[0, 1, 1]])) == (False, 0)
+    assert ties(scores, index, np.array([[0, 1, 3]])) == (False, 0)
+
+
+def test_counts_are_no_ranking() -> None:
+    spec = ModelSpec(
+        "counts", (TensorSpec("x", "float32", ("batch", 3)),), (TensorSpec("n", "int64", ("batch",)),),
+        dims={"batch": Dim(1, 2, 4)}, batch="batch",
+    )  # fmt: skip
+    x = np.array([[1.0, 2, 0], [5, 3, 1]], np.float32)
+    assert find_rankings(spec, [({"x": x}, {"n": (x > 0).sum(1)})]) == {}
+
+
+def test_complex_answers_are_compared_in_both_parts() -> None:
+    expected = np.array([3 + 4j, 1 - 1j], np.complex64)
+    assert verdict(expected * np.complex64(1 + 1e-6), expected)
+    assert not verdict(expected.real.astype(np.complex64), expected)
+    assert not verdict(expected.conj(), expected)
+
+
+def test_half_precision_outputs_may_be_a_step_apart() -> None:
+    expected = np.linspace(1, 2, 9, dtype=np.float16)
+    assert verdict(np.nextafter(expected, np.float16(9)), expected)
+    assert not verdict(expected * np.float16(1.01), expected)
 
 
 def test_the_numbers_in_the_report_are_right() -> None:
@@ -219,6 +289,18 @@ def test_validate_runs_the_gate_again(digits_bundles: Mapping[str, Path], digits
         assert recorded.passed
         assert fresh.passed
         assert [check.case for check in recorded.checks] == [check.case for check in fresh.checks]
+
+
+def test_a_report_of_an_older_deployer_says_what_to_do(digits_bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    bundle = read_bundle(digits_bundles["onnx"])
+    folder = tmp_path / "old"
+    shutil.copytree(bundle.path, folder)
+    document = msgspec.json.decode((folder / "validation.json").read_bytes())
+    assert document["schema_version"] == 2
+    (folder / "validation.json").write_bytes(msgspec.json.encode(document | {"schema_version": 1}))
+    write_manifest(folder, msgspec.structs.replace(bundle.manifest, sha256=file_hashes(folder)))
+    with pytest.raises(BundleError, match="schema_version 1; this deployer reads 2: export the bundle again"):
+        validate(folder)
 
 
 def test_validate_refuses_another_models_checkpoint(digits_bundles: Mapping[str, Path]) -> None:

@@ -85,9 +85,8 @@ def measure_batching(run: Run, spec: ModelSpec, samples: Arrays, noise: Mapping[
     limits = {name: _limit(array, noise.get(name, 0.0)) for name, array in together.items()}
     differences = _differences(spec, alone, together, range(rows))
     if found := _beyond(differences, limits, together, spec):
-        return Batching(
-            False, f"a row in a batch of {rows} is not answered as alone: {found}{_hint(run, spec, arrays)}"
-        )
+        hint = _hint(run, spec, arrays)
+        return Batching(False, f"a row in a batch of {rows} is not answered as alone: {found}{hint}")
     reason = _beside_loud_neighbours(run, spec, arrays, alone, limits)
     measured = {tensor.name: 0.0 for tensor in spec.outputs}
     for entry in differences:
@@ -194,7 +193,9 @@ def _hint(run: Run, spec: ModelSpec, arrays: Arrays) -> str:
     declared = {tensor.shape.index(spec.batch or "") for tensor in spec.inputs}
     for axis in range(min(array.ndim for array in arrays.values())):
         if axis not in declared and _keeps_apart(run, spec, arrays, axis):
-            return f"; the model keeps the entries of axis {axis} apart: declare the batch on axis {axis}"
+            return (
+                f"; it keeps the entries of axis {axis} apart: if those are the batch, declare the batch on axis {axis}"
+            )
     return ""
 
 

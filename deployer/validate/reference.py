@@ -103,6 +103,8 @@ def make_reference(checkpoint: Checkpoint) -> Reference:
     reference = Reference(ordinary, noise, batching.independent, batching.reason, spec=spec)
     reference = _with_stress(reference, model, spec, samples)
     check_stateless(model, spec, samples, first.outputs, fresh)
+    if spec.batch is not None and not batching.independent:
+        log.warning("requests for '%s' will not share a run: %s", spec.name, batching.reason)
     facts = ModelFacts(
         first.mutated_inputs,
         first.aliased_outputs,
