@@ -204,18 +204,19 @@ def find_rankings(spec: ModelSpec, cases: Iterable[tuple[Arrays, Arrays]]) -> di
     An output ranks an array when, in every case, it holds exactly the positions of the largest (or smallest) values
     along one axis: argmax, argmin, topk, argsort, with or without the reduced axis. Outputs are tried before inputs.
     """
-    seen = list(cases)
-    found = {}
-    for tensor in spec.outputs:
-        if "int" not in tensor.dtype or not seen:
-            continue
-        for ranking in _candidates(spec, tensor.name, seen[0]):
-            if all(_ranks(ranking, tensor.name, inputs, outputs) for inputs, outputs in seen) and any(
-                _tells(ranking, inputs, outputs) for inputs, outputs in seen
-            ):
-                found[tensor.name] = ranking
-                break
-    return found
+    names = [tensor.name for tensor in spec.outputs if "int" in tensor.dtype]
+    candidates: dict[str, list[Ranking]] = {}
+    telling: set[Ranking] = set()
+    for inputs, outputs in cases if names else ():  # one case at a time: they may be large
+        if not candidates:
+            candidates = {name: list(_candidates(spec, name, (inputs, outputs))) for name in names}
+        for name, possible in candidates.items():
+            candidates[name] = [ranking for ranking in possible if _ranks(ranking, name, inputs, outputs)]
+            telling.update(ranking for ranking in candidates[name] if _tells(ranking, inputs, outputs))
+    best = {
+        name: next((entry for entry in possible if entry in telling), None) for name, possible in candidates.items()
+    }
+    return {name: ranking for name, ranking in best.items() if ranking is not None}
 
 
 def _candidates(spec: ModelSpec, name: str, case: tuple[Arrays, Arrays]) -> Iterator[Ranking]:

@@ -77,7 +77,7 @@ def localize(path: str | Path, report: ValidationReport, checkpoint: Checkpoint)
     arrays = {name: np.ascontiguousarray(array) for name, array in dict(all_inputs(bundle.spec, samples))[case].items()}
     with tempfile.TemporaryDirectory() as folder:
         job = ExportJob(checkpoint.build(), bundle.spec, samples, bundle.manifest.target, Path(folder))
-        program = export_program(job)
+        program = export_program(job).program
         tolerance = TOLERANCES[bundle.manifest.target.precision]
         if astray := _export_astray(job, program, arrays, tolerance, case):
             return astray

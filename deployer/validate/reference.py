@@ -65,13 +65,7 @@ class Reference:
     def noise_at(self, case: str) -> Mapping[str, float]:
         """The noise of each output in a case: no less than in the ordinary ones."""
         own = self.case_noise.get(case, {})
-        return {
-            name: max(value, own.get(name, 0.0)) if _is_stress(own) else value for name, value in self.noise.items()
-        }
-
-
-def _is_stress(own: Mapping[str, float]) -> bool:
-    return bool(own)
+        return {name: max(value, own.get(name, 0.0)) for name, value in self.noise.items()}
 
 
 def all_inputs(spec: ModelSpec, samples: Arrays) -> Iterator[tuple[str, dict[str, Array]]]:
@@ -98,6 +92,8 @@ def make_reference(checkpoint: Checkpoint) -> Reference:
     log.info("running the eager model on %d cases", len(cases_for(spec)) + len(stress_cases(spec, samples)))
     ordinary = _ordinary_outputs(model, spec, samples)
     nudged = _nudged_noise(model, spec, samples, first.outputs)
+    unstable = tuple(name for name, value in nudged.items() if not np.isfinite(value))
+    nudged |= dict.fromkeys(unstable, 0.0)  # no measure, so nothing is loosened by it
     batching = measure_batching(lambda arrays: run_eager(model, spec, arrays), spec, samples, nudged)
     noise = {tensor.name: max(nudged[tensor.name], batching.noise.get(tensor.name, 0.0)) for tensor in spec.outputs}
     reference = Reference(ordinary, noise, batching.independent, batching.reason, spec=spec)
@@ -111,6 +107,7 @@ def make_reference(checkpoint: Checkpoint) -> Reference:
         changed_tensors(model, fresh),
         tuple(dict.fromkeys((*left, *check_modes(model)))),
         _unused_inputs(reference, model, spec, samples),
+        unstable,
     )
     return replace(reference, facts=facts)
 

@@ -34,13 +34,15 @@ _BY_MODE = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RR
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """What the self-checks saw and let pass. Names of inputs, of outputs (and the input or weight that they share
-    memory with), of buffers and parameters, of modules."""
+    memory with), of buffers and parameters, of modules. `unstable_outputs` change their shape or their NaNs when the
+    samples move by one unit in the last place."""
 
     mutated_inputs: tuple[str, ...] = ()
     aliased_outputs: dict[str, str] = {}
     changed_tensors: tuple[str, ...] = ()
     train_mode_modules: tuple[str, ...] = ()
     unused_inputs: tuple[str, ...] = ()
+    unstable_outputs: tuple[str, ...] = ()
 
     def notes(self) -> list[str]:
         """One plain line for each fact."""
@@ -55,6 +57,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
             lines.append(f"{_names(self.train_mode_modules)} stay in train mode after eval()")
         if self.unused_inputs:
             lines.append(f"no answer depends on input {_names(self.unused_inputs)}; it stays in the signature")
+        if self.unstable_outputs:
+            lines.append(
+                f"output {_names(self.unstable_outputs)} changes its shape or its NaNs when the samples move by one "
+                "unit in the last place; an artifact that rounds otherwise may fail there"
+            )
         return lines
 
 
