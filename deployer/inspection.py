@@ -171,7 +171,7 @@ def _bundle_facts(manifest: Manifest) -> dict[str, Any]:
     return {
         "target": manifest.target.slug,
         "gate": "passed" if manifest.passed else "failed",
-        "batch independent": manifest.batch_independent,
+        "batch independent": manifest.batch_independent or f"no: {manifest.batch_reason or 'not proven'}",
         "source": source.path,
         "source sha256": source.sha256,
         "model": source.model,

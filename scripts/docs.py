@@ -18,9 +18,10 @@ import click
 from deployer.cli import VERBS, cli
 from deployer.formats import COMPILE_MODES, FORMATS, PRECISIONS
 from deployer.package import ENGINES
+from deployer.validate import TOLERANCES
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/cli.md")
+FILES = (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/gate.md", ROOT / "docs/cli.md")
 
 
 def formats_table() -> str:
@@ -44,6 +45,12 @@ def needs_table() -> str:
         code = "yes: loads on CPUs with the same features only" if record.native_code else "no"
         rows.append([f"`{record.name}`", modes, ", ".join(record.devices), needs, code])
     return markdown(header, rows)
+
+
+def tolerances_table() -> str:
+    """What the gate allows, by precision."""
+    rows = [[name, f"{entry.rtol:g}", f"{entry.atol_scale:g}"] for name, entry in TOLERANCES.items()]
+    return markdown(["precision", "rtol", "atol_scale"], rows)
 
 
 def verbs_table() -> str:
@@ -73,6 +80,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "needs": needs_table,
     "verbs": verbs_table,
     "cli": cli_help,
+    "tolerances": tolerances_table,
 }
 
 

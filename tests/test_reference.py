@@ -18,6 +18,7 @@ from deployer.checkpoint import Checkpoint, load_checkpoint
 from deployer.errors import GateError, ModelError, RequestError, UsageError
 from deployer.export import export
 from deployer.formats import FORMATS, Loaded, Target
+from deployer.inspection import inspect
 from deployer.package.settings import choose_settings
 from deployer.runtime import Runner, open_bundle
 from deployer.spec import Array, Dim, ModelSpec, TensorSpec
@@ -287,6 +288,7 @@ def test_the_reason_travels_to_the_package_and_to_inspect(tmp_path: Path) -> Non
     bundle, report = export(checkpoint_of(Centres), Target("torchscript"), tmp_path)
     assert report.batch_reason == bundle.manifest.batch_reason
     assert "row in a batch of 5 is not answered as alone: output 'output'" in bundle.manifest.batch_reason
+    assert bundle.manifest.batch_reason in str(inspect(bundle.path).facts["batch independent"])
     with pytest.raises(UsageError, match=r"--batch-size 4: requests for 'flat' cannot share a run, a row in a batch"):
         choose_settings(bundle.manifest, batch_size=4, max_batch_delay_ms=None, workers=None)
     assert choose_settings(bundle.manifest, batch_size=None, max_batch_delay_ms=None, workers=None).batch_size == 1

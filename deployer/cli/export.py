@@ -104,6 +104,11 @@ def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         row: dict[str, Any] = {"target": outcome.target.slug, "passed": outcome.bundle is not None}
         if outcome.bundle is not None and outcome.report is not None:
             row |= {"bundle": str(outcome.bundle.path), "engine": outcome.report.engine, **_worst(outcome.report)}
+            row |= {
+                "batch_independent": outcome.report.batch_independent,
+                "batch_reason": outcome.report.batch_reason,
+                "notes": list(outcome.report.notes),
+            }
         else:
             row |= _failure(outcome.error)
         rows.append(row)
