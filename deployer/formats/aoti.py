@@ -12,31 +12,50 @@ import tempfile
 from contextlib import redirect_stderr
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
+from deployer.checkpoint.eager import run_eager
 from deployer.errors import ExportError, first_line
 from deployer.formats.exported import require_compiler
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
 from deployer.formats.refusals import operator_in, reason_in
 from deployer.formats.traceable import as_arrays, as_tensors, export_program
 from deployer.formats.trail import Inside, eager_steps, unlifted
+from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays
 
 log = logging.getLogger(__name__)
 
 _ARTIFACT = "model.pt2"
+_PLAIN = 1e-2  # a difference, relative to the output's root mean square, that no rounding explains
 
 
 def export(job: ExportJob) -> dict[str, Any]:
-    """Compile and write `model.pt2`. Raises ExportError, or MachineError without a C++ compiler."""
+    """Compile and write `model.pt2`. Raises ExportError, or MachineError without a C++ compiler.
+
+    Freezing has been seen to compile some models into wrong ones, with no error. So the package is run once, and one
+    that is not the model is compiled again without freezing; the manifest and a note say so.
+    """
     require_compiler()
     exported = export_program(job)
-    # Freezing (constant folding, packed weights) silently does nothing unless gradients are off while lowering.
     options = {"freezing": True, "max_autotune": job.target.compile == "max-autotune"}
+    _compile(job, exported.program, options)
+    wrong = _differs(job)
+    if not wrong:
+        return {"inductor": options, **exported.details}
+    options = options | {"freezing": False}
+    _compile(job, exported.program, options)
+    note = f"compiled without freezing, which made a package that is not the model: {wrong}"
+    return {"inductor": options, **exported.details, "notes": [*exported.details.get("notes", ()), note]}
+
+
+def _compile(job: ExportJob, program: torch.export.ExportedProgram, options: dict[str, Any]) -> None:
+    # Freezing (constant folding, packed weights) silently does nothing unless gradients are off while lowering.
     try:
         with torch.no_grad(), torch._inductor.config.patch(options), redirect_stderr(io.StringIO()) as chatter:
-            torch._inductor.aoti_compile_and_package(exported.program, package_path=str(job.folder / _ARTIFACT))
+            torch._inductor.aoti_compile_and_package(program, package_path=str(job.folder / _ARTIFACT))
     except Exception as error:  # inductor raises anything from its own errors to CalledProcessError of the compiler
         operator = operator_in(error)
         named = f" at {operator}" if operator else ""
@@ -44,7 +63,21 @@ def export(job: ExportJob) -> dict[str, Any]:
             f"AOTInductor failed{named} with {type(error).__name__}: {first_line(error)}", reason=reason_in(error)
         ) from error
     log.debug("%s", chatter.getvalue())  # the autotuner prints its tables to stderr whatever its log level
-    return {"inductor": options, **exported.details}
+
+
+def _differs(job: ExportJob) -> str:
+    """Where the package plainly departs from the model at typical sizes, or "". The gate compares exactly."""
+    sizes = {name: dim.typical for name, dim in job.spec.dims.items()}
+    arrays = sized_inputs(job.spec, job.samples, sizes)
+    expected = run_eager(job.model, job.spec, arrays)
+    got = load(LoadJob(job.folder, job.spec, job.target, {})).call(arrays)
+    for name, array in expected.items():
+        if array.dtype.kind != "f":
+            continue
+        scale = float(np.sqrt(np.mean(np.square(array[np.isfinite(array)], dtype=np.float64)))) if array.size else 0.0
+        if not np.allclose(got[name], array, rtol=_PLAIN, atol=_PLAIN * scale, equal_nan=True):
+            return f"'{name}' is off by up to {np.nanmax(np.abs(got[name] - array)):.3g}"
+    return ""
 
 
 def load(job: LoadJob) -> Loaded:

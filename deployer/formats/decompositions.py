@@ -86,9 +86,21 @@ def _cumprod(self: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
     return torch.where(upto, rows.unsqueeze(-2), torch.ones_like(rows).unsqueeze(-2)).prod(-1).movedim(-1, dim)
 
 
+def _atan2(self: Tensor, other: Tensor) -> Tensor:
+    """The exporter's translation answers π or NaN where both are zero."""
+    y_below = (self < 0) | ((self == 0) & (1 / self < 0))  # the sign of a zero counts
+    x_below = (other < 0) | ((other == 0) & (1 / other < 0))
+    half_turn = torch.where(y_below, -math.pi, math.pi).to(self.dtype)
+    inside = torch.atan(self / torch.where(other == 0, torch.ones_like(other), other))
+    turned = inside + torch.where(other < 0, half_turn, torch.zeros_like(half_turn))
+    upright = torch.where(self == 0, torch.where(x_below, half_turn, self), half_turn / 2)
+    return torch.where(other == 0, upright, turned)
+
+
 #: operator → its equal
 TABLE: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: _attention,
+    aten.atan2.default: _atan2,
     aten.cdist.default: _cdist,
     aten._cdist_forward.default: _cdist,
     aten.cummax.default: _cummax,

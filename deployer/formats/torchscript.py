@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -29,21 +31,36 @@ _ARTIFACT = "model.pt"
 
 def export(job: ExportJob) -> dict[str, Any]:
     """Write `model.pt`. Raises ExportError when the model can neither be traced faithfully nor scripted."""
-    module, branches = _trace(job)
-    lost = (_refused_by_export(job) if branches else None) or _fails_at_other_sizes(module, job)
+    inlined: list[str] = []
+    try:
+        module, branches = _trace(job, inlined)
+        lost = (_refused_by_export(job) if branches else None) or _fails_at_other_sizes(module, job)
+    except ExportError as error:
+        lost = error
     if lost is not None:
-        module = _script(job, lost)
-    torch.jit.save(torch.jit.freeze(module), str(job.folder / _ARTIFACT))
-    return {"method": "trace" if lost is None else "script"}
+        module, inlined = _script(job, lost), []
+    try:
+        torch.jit.save(torch.jit.freeze(module), str(job.folder / _ARTIFACT))
+    except Exception as error:  # what the serializer does not know, it says at the last moment
+        raise ExportError(
+            f"torch.jit cannot save the model: {first_line(error)}", reason="unsupported_python"
+        ) from error
+    details: dict[str, Any] = {"method": "trace" if lost is None else "script"}
+    return details | ({"inlined": inlined} if inlined else {})
 
 
-def _trace(job: ExportJob) -> tuple[Any, bool]:
-    """The traced module, and whether the tracer saw a tensor's value decide something."""
+def _trace(job: ExportJob, inlined: list[str]) -> tuple[Any, bool]:
+    """The traced module, and whether the tracer saw a tensor's value decide something.
+
+    The fast path of nn.TransformerEncoder is off meanwhile: it holds the example's padding as a constant of the trace.
+    """
     examples = example_tensors(job.spec, job.samples)
+    fast = torch.backends.mha.get_fastpath_enabled()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        torch.backends.mha.set_fastpath_enabled(False)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _functions_inlined(inlined):
                 module: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
                     Traceable(job.model, job.spec).eval(), examples, check_trace=False
                 )
@@ -51,7 +68,40 @@ def _trace(job: ExportJob) -> tuple[Any, bool]:
             raise ExportError(
                 f"torch.jit.trace failed with {type(error).__name__}: {first_line(error)}", reason=reason_in(error)
             ) from error
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
     return module, any("Python boolean" in str(warning.message) for warning in caught)
+
+
+@contextmanager
+def _functions_inlined(names: list[str]) -> Iterator[None]:
+    """torch.autograd.Functions run as plain calls of their forward: a trace keeps them as calls of Python, which it
+    cannot save. `names` gets those that were met."""
+
+    def apply(kind: Any, *args: Any, **options: Any) -> Any:
+        if kind.__name__ not in names:
+            names.append(kind.__name__)
+        own_context = kind.setup_context is torch.autograd.Function.setup_context
+        return kind.forward(*((_Context(),) if own_context else ()), *args, **options)
+
+    original = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+class _Context:
+    """Takes what a Function's forward keeps for its backward, which never comes."""
+
+    needs_input_grad = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        pass
 
 
 def _script(job: ExportJob, lost: ExportError) -> Any:
@@ -62,7 +112,7 @@ def _script(job: ExportJob, lost: ExportError) -> Any:
             return torch.jit.script(job.model.eval())
     except Exception as error:  # the compiler raises anything from its own errors to OSError (no source)
         raise ExportError(
-            f"tracing loses part of the model ({lost}) and scripting failed: {first_line(error)}", reason=lost.reason
+            f"a trace is not the model ({lost}) and scripting failed: {first_line(error)}", reason=lost.reason
         ) from error
 
 
