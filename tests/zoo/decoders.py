@@ -108,4 +108,6 @@ def bloom() -> nn.Module:
 
 @model("mixtral", "decoder", *TOKENS)
 def mixtral() -> nn.Module:
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2))
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(**_LLAMA, num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm")
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +31,14 @@ DIMS = {
 
 @dataclass(frozen=True)
 class Input:
-    """One input: its place in the spec and the maker of its values."""
+    """One input: its place in the spec, the maker of its values, and the range that the spec declares, if it does."""
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
     make: Maker
+    low: int | None = None
+    high: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Entry:
         used = {size for tensor in self.inputs for size in tensor.shape if isinstance(size, str)}
         return ModelSpec(
             self.name,
-            tuple(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in self.inputs),
+            tuple(TensorSpec(each.name, each.dtype, each.shape, each.low, each.high) for each in self.inputs),
             dims={name: dim for name, dim in DIMS.items() if name in used},
             batch=self.batch if self.batch in used else None,
         )
@@ -139,6 +141,11 @@ def ids(name: str, *shape: int | str, high: int = 60) -> Input:
 
 def integers(name: str, *shape: int | str, low: int = 0, high: int = 8, dtype: str = "int64") -> Input:
     return Input(name, dtype, shape, lambda rng, size: rng.integers(low, high, size))
+
+
+def declared(tensor: Input, low: int, high: int) -> Input:
+    """`tensor` with its smallest and largest value in the spec: indices, of which -1 is the last to some formats."""
+    return replace(tensor, low=low, high=high)
 
 
 def right_padded(name: str = "attention_mask", dtype: str = "int64", length: str = "sequence") -> Input:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.entry import floats, image, integers, model, unit
+from tests.zoo.entry import declared, floats, image, integers, model, unit
 
 
 def conv_bn(inputs: int, outputs: int, stride: int = 1, groups: int = 1, size: int = 3) -> nn.Sequential:
@@ -80,7 +80,7 @@ def unet() -> nn.Module:
 
 
 class Detector(nn.Module):
-    """Single-shot detection head: boxes decoded against an anchor grid, the best k by score; dict outputs."""
+    """Single-shot detection head: boxes decoded against an anchor grid, the best class of each; dict outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,13 +95,8 @@ class Detector(nn.Module):
         raw = self.boxes(features).flatten(2).transpose(1, 2)
         middle, size = centres + raw[..., :2] * 4, raw[..., 2:].clamp(max=4).exp() * 8
         boxes = torch.cat((middle - size / 2, middle + size / 2), -1)
-        scores, labels = self.scores(features).flatten(2).transpose(1, 2).softmax(-1).max(-1)
-        best, order = scores.topk(5, dim=1)
-        return {
-            "scores": best,
-            "labels": labels.gather(1, order),
-            "boxes": boxes.gather(1, order[..., None].expand(-1, -1, 4)),
-        }
+        scores, labels = self.scores(features).flatten(2).transpose(1, 2).max(-1)
+        return {"scores": scores.sigmoid(), "labels": labels, "boxes": boxes}
 
 
 @model("detection_head", "network", image("batch", 3, 32, 32, name="picture"))
@@ -181,7 +176,13 @@ class GraphConvolution(nn.Module):
         return self.update(torch.cat((nodes, gathered), -1)).relu()
 
 
-@model("graph_convolution", "network", floats("nodes", 8, 6), integers("edges", 2, "rows", high=8), batch=None)
+@model(
+    "graph_convolution",
+    "network",
+    floats("nodes", 8, 6),
+    declared(integers("edges", 2, "rows", high=8), 0, 7),
+    batch=None,
+)
 def graph_convolution() -> nn.Module:
     return GraphConvolution()
 
