@@ -142,7 +142,9 @@ def check_modes(model: nn.Module) -> tuple[str, ...]:
     harmful = [
         f"{type(module).__name__} '{name}'"
         for name, module in found.items()
-        if isinstance(module, _BY_MODE) and getattr(module, "p", 1.0) != 0
+        if isinstance(module, _BY_MODE)
+        and getattr(module, "p", 1.0) != 0
+        and getattr(module, "track_running_stats", True)  # a norm without statistics is the same in both modes
     ]
     if harmful:
         more = f" and {len(harmful) - _LISTED} more" if len(harmful) > _LISTED else ""
