@@ -14,7 +14,7 @@ import msgspec
 
 from deployer.errors import MachineError, first_line
 from deployer.formats import FORMATS
-from deployer.machine import architecture, cpu_features, cpu_name, usable_cores
+from deployer.machine import architecture, cpu_features, cpu_name, gpu_fault, usable_cores
 from deployer.package import ENGINES
 from deployer.serve.java import find_java, java_version
 from deployer.versions import version_of
@@ -45,7 +45,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 def examine() -> Diagnosis:
     """Look at this machine. Never raises for what it finds."""
     findings: list[Finding] = []
-    for check in (_machine, _torch, _onnxruntime, _formats, _engines, _java, _compiler, _containers):
+    for check in (_machine, _torch, _onnxruntime, _torch_tensorrt, _formats, _engines, _java, _compiler, _containers):
         findings.extend(_guarded(check))
     return Diagnosis(tuple(findings))
 
@@ -73,8 +73,7 @@ def _torch() -> Iterator[Finding]:
         names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         yield Finding("gpu", "ok", f"{names}, CUDA {torch.version.cuda}", "CUDA targets")
     else:
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "no CUDA device answers"
-        yield Finding("gpu", "missing", why, "CUDA targets")
+        yield Finding("gpu", "missing", gpu_fault(), "CUDA targets")
 
 
 def _onnxruntime() -> Iterator[Finding]:
@@ -96,6 +95,30 @@ def _onnxruntime() -> Iterator[Finding]:
     listed = [name for name in onnxruntime.get_available_providers() if name not in loads]
     refused = f"; listed but not loading here: {', '.join(listed)}" if listed else ""
     yield Finding(wheels[0], "ok", f"{onnxruntime.__version__}, loads {', '.join(loads)}{refused}", "format onnx")
+
+
+def _torch_tensorrt() -> Iterator[Finding]:
+    """Two wheels own `torch_tensorrt/`, each made for one torch. Judged by versions: neither imports without a GPU."""
+    wheels = {name: text for name in ("torch-tensorrt", "torch-tensorrt-rtx") if (text := version_of(name))}
+    if not wheels:
+        return  # told by the formats
+    mend = "pip uninstall -y torch-tensorrt torch-tensorrt-rtx && pip install 'deployer[trt]'"
+    torch_release, releases = _release(version_of("torch") or ""), {_release(text) for text in wheels.values()}
+    if len(wheels) == 2:
+        fault = "torch-tensorrt and torch-tensorrt-rtx are both installed and overwrite each other"
+        yield Finding("torch-tensorrt", "bad", fault, "format trt by torch-trt", mend)
+    elif releases != {torch_release}:
+        name, text = next(iter(wheels.items()))
+        fault = f"{name} {text} is made for torch {_release(text)}, and torch {torch_release} is installed"
+        yield Finding("torch-tensorrt", "bad", fault, "format trt by torch-trt", mend)
+    else:
+        found = ", ".join(f"{name} {text}" for name, text in wheels.items())
+        yield Finding("torch-tensorrt", "ok", found, "format trt by torch-trt")
+
+
+def _release(version: str) -> str:
+    """`2.13` of `2.13.0+cpu`."""
+    return ".".join(version.split(".")[:2])
 
 
 def _provider_loads(provider: str) -> bool:
@@ -121,12 +144,12 @@ def _provider_loads(provider: str) -> bool:
 
 def _formats() -> Iterator[Finding]:
     for record in FORMATS.values():
-        subject = f"format {record.name}"
-        if missing := record.missing_modules():
-            yield Finding(subject, "missing", f"lacks {', '.join(missing)}", record.summary, record.install)
-        elif not record.precisions:
-            yield Finding(subject, "missing", "its packages are installed; deployer does not build it yet")
-        else:
+        for builder in [builder.name for builder in record.builders] or [""]:
+            subject = f"format {record.name}{f' by {builder}' if builder else ''}"
+            if missing := record.missing_modules(builder=builder):
+                install = record.install_line(builder)
+                yield Finding(subject, "missing", f"lacks {', '.join(missing)}", record.summary, install)
+                continue
             versions = ", ".join(f"{name} {text}" for name in record.tools if (text := version_of(name)))
             yield Finding(subject, "ok", versions, record.summary)
 

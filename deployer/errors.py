@@ -40,7 +40,9 @@ REASONS: dict[str, str] = {
     "train_mode": "leave train() out of forward, and let eval() reach every module",
     "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
     "compiler_failed": "export to another format; the C++ compiler or the code generator failed on this graph",
+    "not_executed": "export on a machine with a GPU that the artifact is for, or add --allow-unexecuted",
     "missing_package": "install what the message names",
+    "no_gpu": "do this on a machine with an NVIDIA GPU, its driver and a torch with CUDA",
     "exporter_failed": "export to another format; the exporter failed in a way that has no class yet",
 }
 
@@ -141,8 +143,8 @@ class MachineError(DeployerError):
     exit_code = 4
     reason = "missing_package"
 
-    def __init__(self, message: str, *, install: str = "") -> None:
-        super().__init__(f"{message}; install it: {install}" if install else message)
+    def __init__(self, message: str, *, install: str = "", reason: str = "") -> None:
+        super().__init__(f"{message}; install it: {install}" if install else message, reason=reason)
         self.install = install
 
 

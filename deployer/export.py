@@ -28,7 +28,7 @@ from deployer.errors import DeployerError, GateError
 from deployer.files import publish_folder, staged_folder
 from deployer.formats import ExportJob, Format, Target, get_format
 from deployer.machine import architecture, cpu_features
-from deployer.runtime import open_artifact, preflight
+from deployer.runtime import device_fault, open_for_gate, preflight
 from deployer.validate import (
     Reference,
     ValidationReport,
@@ -108,13 +108,18 @@ def current_bundle(checkpoint: Checkpoint, target: Target, output: str | Path) -
     """The bundle of this target in `output` if an export now would make the same one, else None."""
     try:
         bundle = read_bundle(_place(checkpoint, target, output))
-        preflight(bundle.manifest)
+        if bundle.manifest.executed:
+            preflight(bundle.manifest)
         read_report(bundle)
     except DeployerError:
         return None
     manifest = bundle.manifest
+    choices = get_format(target.format).choices(target)
     same = (
         manifest.passed
+        and manifest.target == target
+        and (manifest.executed or bool(device_fault(target, manifest.details)))
+        and all(manifest.details.get(name) == value for name, value in choices.items())
         and (manifest.source.sha256, manifest.source.weight_set) == (checkpoint.sha256, checkpoint.weight_set)
         and (manifest.source.model, manifest.source.model_sha256) == (checkpoint.model, checkpoint.code_sha256())
         and without_found_ranges(manifest.spec, checkpoint.spec) == checkpoint.spec
@@ -136,8 +141,9 @@ def _build(
     for note in details.get("notes", ()):
         log.warning("%s: %s", target.slug, note)
     log.info("gate: %s on %d cases", target.slug, len(reference.outputs))
-    with open_artifact(staging, spec, target, details) as runner:
+    with open_for_gate(staging, spec, target, details) as runner:
         report = run_gate(runner, spec, samples, reference, target.precision, runner.engine)
+        executed = runner.executed
     for note in report.notes:
         log.info("%s", note)
     write_samples(staging, samples, reference.outputs["samples"])
@@ -165,6 +171,7 @@ def _build(
             tool_versions=tool_versions("numpy", *record.tools),
             details=details,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            executed=executed,
         ),
     )
     return report

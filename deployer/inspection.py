@@ -170,7 +170,7 @@ def _bundle_facts(manifest: Manifest) -> dict[str, Any]:
     source = manifest.source
     return {
         "target": manifest.target.slug,
-        "gate": "passed" if manifest.passed else "failed",
+        "gate": ("passed" if manifest.passed else "failed") + ("" if manifest.executed else "; built, not executed"),
         "batch independent": manifest.batch_independent or f"no: {manifest.batch_reason or 'not proven'}",
         "source": source.path,
         "source sha256": source.sha256,

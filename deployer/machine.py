@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 #: x86 feature flags that compilers emit instructions for under -march=native
@@ -35,6 +36,28 @@ def cpu_name() -> str:
         return platform.processor() or "unknown CPU"
     found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else platform.processor() or "unknown CPU"
+
+
+def gpu_fault(gpu_archs: Collection[str] = ()) -> str:
+    """Why this process cannot use a CUDA GPU, or one of the generations `gpu_archs` (`sm86`, …; empty: any); "" where
+    it can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device answers"
+    if gpu_archs and (own := gpu_arch()) not in gpu_archs:
+        return f"this GPU ({torch.cuda.get_device_name()}) is {own}, not {', '.join(gpu_archs)}"
+    return ""
+
+
+def gpu_arch() -> str:
+    """The generation of the current CUDA device, e.g. `sm86`; call it where `gpu_fault()` is ""."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm{major}{minor}"
 
 
 def usable_cores() -> int:

@@ -48,6 +48,9 @@ class ExportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     formats: tuple[str, ...] = ()
     precision: str = "fp32"
     compile: str | None = None
+    device: str | None = None
+    builder: str | None = None
+    gpu_archs: tuple[str, ...] = ()
     output: str = "build"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from deployer.bundle import Bundle, Manifest, read_bundle
 from deployer.errors import BundleError, DeployerError, MachineError, first_line
 from deployer.formats import Loaded, LoadJob, Target, get_format
-from deployer.machine import architecture, cpu_features
+from deployer.machine import architecture, cpu_features, gpu_fault
 from deployer.spec import Array, Arrays, ModelSpec
 
 
@@ -23,9 +25,11 @@ class Runner:
     RequestError and never reach the artifact (some formats answer them wrongly without a word).
     """
 
-    def __init__(self, spec: ModelSpec, loaded: Loaded) -> None:
+    def __init__(self, spec: ModelSpec, loaded: Loaded, *, executed: bool = True) -> None:
         self.spec = spec
         self.engine = loaded.engine
+        #: False where a stand-in runs and the artifact does not
+        self.executed = executed
         self._call: Any = loaded.call
 
     def __call__(self, arrays: Arrays) -> dict[str, Array]:
@@ -52,7 +56,9 @@ class Runner:
 def preflight(manifest: Manifest) -> None:
     """Can this machine run the artifact? Raises MachineError that names what is missing."""
     record = get_format(manifest.target.format)
-    record.check_machine(to_run=True)
+    if fault := device_fault(manifest.target, manifest.details):
+        raise MachineError(f"{manifest.target.slug} cannot be executed on this machine: {fault}", reason="no_gpu")
+    record.check_machine(to_run=True, builder=manifest.details.get("builder"))
     needs = manifest.machine
     if record.native_code and needs.architecture != architecture():
         raise MachineError(
@@ -64,19 +70,42 @@ def preflight(manifest: Manifest) -> None:
         )
 
 
+def device_fault(target: Target, details: dict[str, Any]) -> str:
+    """Why no device of this machine executes an artifact; "" where one does. `gpu_archs` in the details are the GPU
+    generations that it was built for."""
+    return "" if target.device == "cpu" else gpu_fault(details.get("gpu_archs", ()))
+
+
 def open_artifact(
     folder: Path, spec: ModelSpec, target: Target, details: dict[str, Any], threads: int | None = None
 ) -> Runner:
     """Open an artifact that was just written, without a manifest. `threads` is the number of compute threads."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    job = LoadJob(folder, spec, target, details, threads)
+    return Runner(spec, _load(get_format(target.format).load, LoadJob(folder, spec, target, details, threads)))
+
+
+def open_for_gate(
+    folder: Path, spec: ModelSpec, target: Target, details: dict[str, Any], threads: int | None = None
+) -> Runner:
+    """As `open_artifact`; where this machine cannot execute the artifact and the format has a stand-in (the ONNX file
+    that an engine was built from), that is opened instead, and `engine` and `executed` of the Runner say so."""
+    record = get_format(target.format)
+    fault = device_fault(target, details)
+    if not fault or record.stand_in is None:
+        return open_artifact(folder, spec, target, details, threads)
+    loaded = _load(record.stand_in, LoadJob(folder, spec, target, details, threads))
+    engine = f"{loaded.engine}; {record.artifact} was built, not executed: {fault}"
+    return Runner(spec, replace(loaded, engine=engine), executed=False)
+
+
+def _load(load: Callable[[LoadJob], Loaded], job: LoadJob) -> Loaded:
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
     try:
-        return Runner(spec, get_format(target.format).load(job))
+        return load(job)
     except DeployerError:
         raise
     except Exception as error:  # every engine has its own classes: ONNX Runtime's are no RuntimeError
-        raise BundleError(f"'{folder}' cannot be opened as {target.format}: {first_line(error)}") from error
+        raise BundleError(f"'{job.folder}' cannot be opened as {job.target.format}: {first_line(error)}") from error
 
 
 def open_bundle(path: str | Path | Bundle, *, threads: int | None = None) -> Runner:
@@ -85,3 +114,11 @@ def open_bundle(path: str | Path | Bundle, *, threads: int | None = None) -> Run
     manifest = bundle.manifest
     preflight(manifest)
     return open_artifact(bundle.path, manifest.spec, manifest.target, manifest.details, threads)
+
+
+def open_bundle_for_gate(bundle: Bundle, *, threads: int | None = None) -> Runner:
+    """`open_bundle`, or the stand-in where this machine cannot execute the artifact and there is one."""
+    manifest = bundle.manifest
+    if get_format(manifest.target.format).stand_in is None or not device_fault(manifest.target, manifest.details):
+        return open_bundle(bundle, threads=threads)
+    return open_for_gate(bundle.path, manifest.spec, manifest.target, manifest.details, threads)

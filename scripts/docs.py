@@ -41,9 +41,14 @@ def needs_table() -> str:
     rows = []
     for record in FORMATS.values():
         modes = ", ".join(mode for mode in COMPILE_MODES if mode in record.compile_modes) or "–"
-        needs = f"{', '.join(record.modules)}: `{record.install}`" if record.modules else "torch"
+        makers = [(builder.name, builder) for builder in record.builders] or [("", record)]
+        needs = "; ".join(
+            f"{f'{name}: ' if name else ''}{', '.join(maker.modules)}: `{record.install_line(name)}`"
+            for name, maker in makers
+            if maker.modules
+        )
         code = "yes: loads on CPUs with the same features only" if record.native_code else "no"
-        rows.append([f"`{record.name}`", modes, ", ".join(record.devices), needs, code])
+        rows.append([f"`{record.name}`", modes, ", ".join(record.devices), needs or "torch", code])
     return markdown(header, rows)
 
 

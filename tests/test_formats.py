@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from deployer.checkpoint import Checkpoint
 from deployer.checkpoint.eager import run_eager
@@ -22,7 +23,7 @@ from deployer.spec import Array
 from tests.models import BakedBatch, Branch, Detections, ManyOutputs, Mutates, Scale, SequenceFirst, checkpoint_of
 
 QUICK = ("torchscript", "exported", "onnx")
-BUILT = [name for name, record in FORMATS.items() if record.precisions]
+BUILT = [name for name, record in FORMATS.items() if "cpu" in record.devices]
 
 
 def bundle_of(name: str, bundles: Mapping[str, Path], aoti: Path) -> Path:
@@ -201,9 +202,10 @@ def test_compiled_program_passes_the_gate_and_says_how_it_runs(tmp_path: Path) -
 
 @pytest.mark.parametrize("precision", [precision for precision in PRECISIONS if precision != "fp32"])
 def test_what_is_not_built_says_so(precision: str) -> None:
-    for name in BUILT:
-        with pytest.raises(NotBuiltYetError, match="not built yet"):
-            get_format(name).check_target(Target(name, precision=precision))
+    for name, record in FORMATS.items():
+        if precision not in record.precisions:
+            with pytest.raises(NotBuiltYetError, match="not built yet"):
+                record.check_target(Target(name, precision, record.devices[0]))
 
 
 def test_compile_modes_that_do_not_go_with_a_format_are_refused() -> None:
@@ -216,8 +218,37 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.Mo
     real = __import__("importlib.util").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorrt_rtx" else real(name))
     with pytest.raises(MachineError, match=r"tensorrt_rtx.*pip install 'deployer\[trt-rtx\]'") as caught:
-        get_format("trt").check_target(Target("trt"))
+        get_format("trt").check_target(Target("trt", device="cuda", builder="onnx-rtx"))
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device answers here")
+@pytest.mark.parametrize("target", [
+    Target("onnx", device="cuda"), Target("onnx", device="tensorrt"), Target("trt", device="cuda", builder="torch-trt"),
+], ids=lambda target: target.slug)  # fmt: skip
+def test_a_gpu_that_is_not_there_is_told_before_any_work(target: Target) -> None:
+    with pytest.raises(MachineError, match=r"without CUDA|no CUDA device") as caught:
+        get_format(target.format).check_target(target)
+    assert caught.value.exit_code == 4
+    assert caught.value.reason == "no_gpu"
+    assert "torch_tensorrt" not in sys.modules
+
+
+@pytest.mark.parametrize(("target", "words"), [
+    (Target("onnx", builder="onnx-rtx"), "it takes no --builder"),
+    (Target("onnx", gpu_archs=("sm86",)), "it takes no --gpu-arch"),
+    (Target("trt", device="cuda", builder="onnx-rtc"), "did you mean 'onnx-rtx'"),
+    (Target("trt", device="cuda", gpu_archs=("sm90",)), "valid: sm75, sm80, sm86, sm89, sm120, sm121"),
+    (Target("trt", device="cuda", compile="default"), "it takes no --compile"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_words_that_do_not_go_with_a_format_are_refused(target: Target, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        get_format(target.format).check_target(target)
+
+
+def test_an_engine_is_for_a_gpu_and_says_so() -> None:
+    with pytest.raises(NotBuiltYetError, match=r"--device cpu is not built yet for 'trt' \(built: cuda\)"):
+        get_format("trt").check_target(Target("trt"))
 
 
 def test_an_unknown_format_gets_the_nearest_name() -> None:

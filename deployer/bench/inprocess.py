@@ -24,7 +24,7 @@ from deployer.bench.statistics import is_steady, per_second, summarize
 from deployer.bundle import Bundle, read_bundle
 from deployer.errors import GateError, MachineError, UsageError
 from deployer.formats import get_format
-from deployer.machine import cpu_name
+from deployer.machine import cpu_name, gpu_fault
 from deployer.runtime import Runner, open_bundle
 from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays, ModelSpec
@@ -229,11 +229,11 @@ def _timed_runs(runner: Runner, arrays: Arrays, limits: _Limits) -> tuple[list[f
 
 
 def device_name(device: str) -> str:
-    """The name of what ran: the CPU's for `cpu`, the GPU's as its driver gives it for `cuda`. Raises MachineError."""
+    """The name of what ran: the CPU's for `cpu`, else the GPU's as its driver gives it. Raises MachineError."""
     if device == "cpu":
         return cpu_name()
-    if device.startswith("cuda") and torch.cuda.is_available():
-        return torch.cuda.get_device_name(device)
+    if not gpu_fault():
+        return torch.cuda.get_device_name()
     raise MachineError(f"the bundle runs on '{device}', which this machine lacks; no figure is given under its name")
 
 

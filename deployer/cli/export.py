@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 @click.option(
     "--compile", "compile_mode", metavar="MODE", help="default, reduce-overhead or max-autotune (exported, aoti)."
 )
+@click.option("--device", metavar="DEVICE", help="cpu, cuda or tensorrt.  [default: the format's own]")
+@click.option("--builder", metavar="BUILDER", help="onnx-rtx or torch-trt (trt).  [default: by what the machine has]")
+@click.option(
+    "--gpu-arch", "gpu_archs", multiple=True, metavar="ARCH", help="GPU generation, e.g. sm86 (trt); repeatable."
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for the bundles.  [default: build]")
 @click.option("--model", help="path.py:factory or package.module:factory.")
 @click.option("--args", "args_json", metavar="JSON", help="Arguments of the factory, as a JSON object.")
@@ -45,6 +50,9 @@ def command(
     formats: tuple[str, ...],
     precision: str | None,
     compile_mode: str | None,
+    device: str | None,
+    builder: str | None,
+    gpu_archs: tuple[str, ...],
     output: Path | None,
     model: str | None,
     args_json: str | None,
@@ -66,8 +74,14 @@ def command(
 
     args = parse_json_object(args_json, "--args")
     found, folder = find_recipe(recipe)
+    entry = found.export
     targets = _targets(
-        formats or found.export.formats, precision or found.export.precision, compile_mode or found.export.compile
+        formats or entry.formats,
+        precision or entry.precision,
+        compile_mode or entry.compile,
+        device or entry.device,
+        builder or entry.builder,
+        gpu_archs or entry.gpu_archs,
     )
     with working("reading the checkpoint"):
         loaded = load_described(
@@ -83,8 +97,16 @@ def command(
     _finish(outcomes)
 
 
-def _targets(formats: Sequence[str], precision: str, compile_mode: str | None) -> list[Target]:
-    """Every flag checked, and what this machine lacks found, before any work is done."""
+def _targets(
+    formats: Sequence[str],
+    precision: str,
+    compile_mode: str | None,
+    device: str | None,
+    builder: str | None,
+    gpu_archs: Sequence[str],
+) -> list[Target]:
+    """Every flag checked, and what this machine lacks found, before any work is done. `builder` and `gpu_archs` are for
+    those of the formats that have them."""
     from deployer.formats import COMPILE_MODES, FORMATS, PRECISIONS, Target, get_format
 
     if not formats:
@@ -92,9 +114,26 @@ def _targets(formats: Sequence[str], precision: str, compile_mode: str | None) -
     for value, valid, flag in ((precision, PRECISIONS, "--precision"), (compile_mode, COMPILE_MODES, "--compile")):
         if value is not None and value not in valid:
             raise UsageError(f"{flag} {value} is unknown{nearest(value, valid)}")
-    targets = [Target(name, precision=precision, compile=compile_mode) for name in dict.fromkeys(formats)]
-    for target in targets:
-        get_format(target.format).check_target(target)
+    records = [get_format(name) for name in dict.fromkeys(formats)]
+    for given, flag, takes in (
+        (builder, "--builder", any(record.builders for record in records)),
+        (gpu_archs, "--gpu-arch", any(record.gpu_archs for record in records)),
+    ):
+        if given and not takes:
+            raise UsageError(f"{flag} does not go with --format {', '.join(formats)}; it goes with trt")
+    targets = [
+        Target(
+            record.name,
+            precision,
+            device or record.devices[0],
+            compile_mode,
+            builder if record.builders else None,
+            tuple(gpu_archs) if record.gpu_archs else (),
+        )
+        for record in records
+    ]
+    for record, target in zip(records, targets, strict=True):
+        record.check_target(target)
     return targets
 
 
@@ -103,7 +142,8 @@ def _document(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     for outcome in outcomes:
         row: dict[str, Any] = {"target": outcome.target.slug, "passed": outcome.bundle is not None}
         if outcome.bundle is not None and outcome.report is not None:
-            row |= {"bundle": str(outcome.bundle.path), "engine": outcome.report.engine, **_worst(outcome.report)}
+            row |= {"bundle": str(outcome.bundle.path), "executed": outcome.bundle.manifest.executed}
+            row |= {"engine": outcome.report.engine, **_worst(outcome.report)}
             row |= {
                 "batch_independent": outcome.report.batch_independent,
                 "batch_reason": outcome.report.batch_reason,
@@ -143,7 +183,7 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
         size_bytes = sum(file.stat().st_size for file in outcome.bundle.path.iterdir())
         table.add_row(
             outcome.target.slug,
-            "[green]passed[/]",
+            "[green]passed[/]" if outcome.bundle.manifest.executed else "[yellow]built, not executed[/]",
             str(worst["cases"]),
             f"{worst['max_abs']:.2e}",
             f"{worst['min_cosine']:.6f}",

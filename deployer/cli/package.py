@@ -27,6 +27,9 @@ from deployer.cli.console import emit_json, make_table, out, working
     show_default=True,
     help="Folder for the package.",
 )
+@click.option(
+    "--allow-unexecuted", is_flag=True, help="Package an engine that was built and, without a GPU, never executed."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     bundle: Path,
@@ -35,6 +38,7 @@ def command(
     max_batch_delay_ms: int | None,
     workers: int | None,
     output: Path,
+    allow_unexecuted: bool,
     as_json: bool,
 ) -> None:
     """Make a package (for TorchServe a .mar) of BUNDLE, which must have passed the gate.
@@ -54,6 +58,7 @@ def command(
             batch_size=batch_size,
             max_batch_delay_ms=max_batch_delay_ms,
             workers=workers,
+            allow_unexecuted=allow_unexecuted,
         )
     mar = read_mar(path)
     settings = read_settings(mar)

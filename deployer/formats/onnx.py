@@ -21,6 +21,12 @@ from deployer.spec import Array, Arrays, ModelSpec
 log = logging.getLogger(__name__)
 
 _ARTIFACT = "model.onnx"
+_NO_CPU = "session.disable_cpu_ep_fallback"
+_PROVIDERS = {
+    "cpu": ["CPUExecutionProvider"],
+    "cuda": ["CUDAExecutionProvider"],
+    "tensorrt": ["TensorrtExecutionProvider", "CUDAExecutionProvider"],  # the second takes what the first leaves
+}
 _SINGLE_FILE_LIMIT_BYTES = 1_500_000_000  # protobuf stops at 2 GiB; larger weights go to model.onnx.data
 
 
@@ -115,23 +121,50 @@ def check_axes(path: Path, spec: ModelSpec) -> int:
 
 
 def load(job: LoadJob) -> Loaded:
-    """Open a session on the CPU; what ONNX Runtime really loaded is read back. Raises MachineError on a mismatch."""
+    """Open the file on the target's device, as `open_model` does."""
+    return open_model(str(job.folder / _ARTIFACT), job)
+
+
+def open_model(model: str | bytes, job: LoadJob, **options: Any) -> Loaded:
+    """A session on the device of the job's target; `model` is a path or the file itself, `options` go to ONNX Runtime.
+
+    What was really loaded is read back: a provider that does not work is dropped by ONNX Runtime, which then runs on
+    the CPU. Raises MachineError for it.
+    """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 3
     if job.threads is not None:
-        options.intra_op_num_threads = job.threads
-    wanted = ["CPUExecutionProvider"]
-    session = onnxruntime.InferenceSession(str(job.folder / _ARTIFACT), options, providers=wanted)
-    if session.get_providers() != wanted:
-        raise MachineError(f"ONNX Runtime loaded {session.get_providers()} where {wanted} was asked for")
+        settings.intra_op_num_threads = job.threads
+    wanted = _PROVIDERS[job.target.device]
+    mixed = ""
+    try:
+        if job.target.device != "cpu":
+            settings.add_session_config_entry(_NO_CPU, "1")
+        session = onnxruntime.InferenceSession(model, settings, providers=wanted, **options)
+    except Exception:
+        if job.target.device == "cpu":
+            raise
+        # Refused for a provider that does not load, or for shape arithmetic that belongs on the CPU: what a session
+        # without the ban reads back tells them apart.
+        settings.add_session_config_entry(_NO_CPU, "0")
+        session = onnxruntime.InferenceSession(model, settings, providers=wanted, **options)
+        mixed = ", some operators on the CPU"
+    loaded = session.get_providers()
+    if loaded[: len(wanted)] != wanted or (job.target.device == "cpu" and loaded != wanted):
+        raise MachineError(
+            f"ONNX Runtime loaded {', '.join(loaded)} where {', '.join(wanted)} was asked for",
+            install="" if job.target.device == "cpu" else "pip uninstall -y onnxruntime && pip install 'deployer[gpu]'",
+        )
+    if mixed:
+        log.warning("%s runs%s", wanted[0], mixed.removeprefix(","))
     names = [tensor.name for tensor in job.spec.outputs]
 
     def call(arrays: Arrays) -> dict[str, Array]:
         return dict(zip(names, session.run(names, dict(arrays)), strict=True))
 
-    return Loaded(call, f"onnxruntime {onnxruntime.__version__} {wanted[0]}")
+    return Loaded(call, f"onnxruntime {onnxruntime.__version__} {wanted[0]}{mixed}")
 
 
 def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) -> Inside:
@@ -176,6 +209,7 @@ FORMAT = Format(
     modules=("onnx", "onnxscript", "onnxruntime"),
     run_modules=("onnxruntime",),
     extra="cpu",
+    devices=tuple(_PROVIDERS),
     tools=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
     look=look,
 )

@@ -33,12 +33,15 @@ def package(
     batch_size: int | None = None,
     max_batch_delay_ms: int | None = None,
     workers: int | None = None,
+    allow_unexecuted: bool = False,
 ) -> Path:
     """Package a bundle that has passed the gate; returns the path of the package, which is there whole or not at all.
 
     `batch_size` requests at most share a run (default: the batch Dim's typical size, 1 where requests cannot share
     one), the first of them waits `max_batch_delay_ms` at most (default 2). `workers` processes (default 2, on a single
     core 1) divide the cores of this machine among them.
+
+    A bundle whose artifact was built and never executed (`manifest.executed`) needs `allow_unexecuted`.
 
     Raises GateError when the bundle has not passed or the package does not answer as the bundle does, UsageError for
     settings that do not go with the bundle, BundleError, IntegrityError, MachineError.
@@ -48,6 +51,12 @@ def package(
     opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     if not opened.manifest.passed:
         raise GateError(f"'{opened.path}' has not passed the gate; `deployer validate` shows why, export it again")
+    if not opened.manifest.executed and not allow_unexecuted:
+        raise GateError(
+            f"'{opened.path}' was built and never executed: the gate ran what it was made from, on a machine without a "
+            "GPU for it; export it on one that has, or package it all the same with --allow-unexecuted",
+            reason="not_executed",
+        )
     settings = choose_settings(
         opened.manifest, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms, workers=workers
     )

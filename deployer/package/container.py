@@ -133,6 +133,10 @@ def _read(path: Path) -> _Served:
         raise BundleError(
             f"'{path}' holds no bundle that this deployer reads; make it with `deployer package`"
         ) from error
+    if manifest.target.device != "cpu":
+        raise BundleError(
+            f"'{path}' holds {manifest.target.slug}, and the image has no CUDA; serve it on the GPU machine itself"
+        )
     if manifest.details.get("needs_compiler"):
         raise BundleError(
             f"'{path}' holds {manifest.target.slug}, which compiles C++ when it starts, and the image has no compiler; "
@@ -155,8 +159,9 @@ def _runtime_distributions(served: Iterable[_Served]) -> list[str]:
     found: set[str] = set()
     for entry in served:
         record = get_format(entry.manifest.target.format)
-        record.check_machine(to_run=True)
-        for module in record.run_modules:
+        builder = entry.manifest.details.get("builder")
+        record.check_machine(to_run=True, builder=builder)
+        for module in record.builder(builder).run_modules:
             found.update(owners.get(module, ()))
     return sorted(found)
 

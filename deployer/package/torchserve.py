@@ -31,6 +31,7 @@ from deployer.files import atomic_file
 from deployer.package.mar import BUNDLE_FOLDER, Mar, read_mar
 from deployer.package.record import Engine
 from deployer.package.settings import Settings
+from deployer.runtime import device_fault
 
 __all__ = ["ENGINE", "Mar", "make_mar", "read_mar", "read_settings"]
 
@@ -72,8 +73,11 @@ def make_mar(bundle: Bundle, settings: Settings, output: Path) -> Path:
         archive = _archive(bundle, settings, work)
         with atomic_file(final) as temporary:
             shutil.copyfile(archive, temporary)
-            log.info("checking the archive under TorchServe's loader in a fresh process")
-            check_archive(temporary, work)
+            if fault := device_fault(bundle.manifest.target, bundle.manifest.details):
+                log.warning("%s is not tried under TorchServe's loader: %s", final, fault)
+            else:
+                log.info("checking the archive under TorchServe's loader in a fresh process")
+                check_archive(temporary, work)
     return final
 
 

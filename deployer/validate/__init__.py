@@ -15,7 +15,7 @@ from pathlib import Path
 from deployer.bundle import read_bundle
 from deployer.checkpoint import Checkpoint
 from deployer.errors import GateError
-from deployer.runtime import open_bundle
+from deployer.runtime import open_bundle_for_gate
 from deployer.validate.batching import take_row
 from deployer.validate.cases import Case, cases_for, refusals_for, scatter, stress_cases
 from deployer.validate.compare import TOLERANCES, OutputCheck, Tolerance, compare
@@ -70,5 +70,5 @@ def validate(path: str | Path, *, checkpoint: Checkpoint | None = None, threads:
         reference = make_reference(replace(checkpoint, spec=bundle.spec, samples=inputs))
     else:
         reference = read_references(bundle, read_report(bundle).noise)
-    with open_bundle(bundle, threads=threads) as runner:
+    with open_bundle_for_gate(bundle, threads=threads) as runner:
         return run_gate(runner, bundle.spec, inputs, reference, bundle.manifest.target.precision, runner.engine)
