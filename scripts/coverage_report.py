@@ -64,10 +64,13 @@ def totals(models: Sequence[str], outcomes: Outcomes, formats: Sequence[str]) ->
     for label, chosen in [(f"`{name}`", [name]) for name in formats] + [("all", list(formats))]:
         cells = [outcomes[model, name] for model in models for name in chosen]
         status = Counter(cell.get("status") for cell in cells)
-        faults = len(cells) - status["passed"] - status["refused"]
-        share = f"{100 * status['passed'] / len(cells):.1f} %"
-        rows.append([label, str(len(cells)), str(status["passed"]), share, str(status["refused"]), str(faults)])
-    head = f"{len(models)} models that are meant to pass, {len(formats)} formats.\n\n"
+        ran = len(cells) - status[None]
+        faults = ran - status["passed"] - status["refused"]
+        share = f"{100 * status['passed'] / max(ran, 1):.1f} %"
+        rows.append([label, str(ran), str(status["passed"]), share, str(status["refused"]), str(faults)])
+    missing = sum(not outcomes[model, name] for model in models for name in formats)
+    head = f"{len(models)} models that are meant to pass, {len(formats)} formats"
+    head += f"; {missing} cells have not been run yet.\n\n" if missing else ".\n\n"
     return head + markdown(["format", "cells", "passed", "share", "refused", "faults"], rows)
 
 
@@ -81,10 +84,10 @@ def table(models: Mapping[str, str], outcomes: Outcomes, formats: Sequence[str])
 
 
 def _word(outcome: Mapping[str, Any]) -> str:
-    if outcome.get("status") == "passed":
-        return "passed"
+    if outcome.get("status") in ("passed", None):
+        return str(outcome.get("status") or "not run")
     word = "refused" if outcome.get("status") == "refused" else "**fault**"
-    return f"{word}: {str(outcome.get('reason', 'not run')).replace('_', ' ')}"
+    return f"{word}: {str(outcome.get('reason', '')).replace('_', ' ')}"
 
 
 def refused(models: Sequence[str], outcomes: Outcomes, formats: Sequence[str]) -> str:
@@ -92,8 +95,8 @@ def refused(models: Sequence[str], outcomes: Outcomes, formats: Sequence[str]) -
     rows: dict[tuple[str, str, str], list[str]] = {}
     for model, name in ((model, name) for model in models for name in formats):
         outcome = outcomes[model, name]
-        if outcome.get("status") != "passed":
-            key = (model, str(outcome.get("reason", "not run")), _plain(outcome))
+        if outcome.get("status") not in ("passed", None):
+            key = (model, str(outcome.get("reason", "")), _plain(outcome))
             rows.setdefault(key, []).append(name)
     if not rows:
         return "None."
