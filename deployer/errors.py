@@ -39,6 +39,7 @@ REASONS: dict[str, str] = {
     "stateful": "pass what is kept between calls in and out as inputs and outputs",
     "train_mode": "leave train() out of forward, and let eval() reach every module",
     "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
+    "unloadable_artifact": "check the bundle with deployer validate; export it again, here or to another format",
     "compiler_failed": "export to another format; the C++ compiler or the code generator failed on this graph",
     "not_executed": "export on a machine with a GPU that the artifact is for, or add --allow-unexecuted",
     "missing_package": "install what the message names",

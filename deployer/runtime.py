@@ -105,7 +105,11 @@ def _load(load: Callable[[LoadJob], Loaded], job: LoadJob) -> Loaded:
     except DeployerError:
         raise
     except Exception as error:  # every engine has its own classes: ONNX Runtime's are no RuntimeError
-        raise BundleError(f"'{job.folder}' cannot be opened as {job.target.format}: {first_line(error)}") from error
+        lacking = "NOT_IMPLEMENTED" in str(error)  # ONNX Runtime's word for an operator that it has no kernel for
+        raise BundleError(
+            f"'{job.folder}' cannot be opened as {job.target.format}: {first_line(error)}",
+            reason="unsupported_operator" if lacking else "unloadable_artifact",
+        ) from error
 
 
 def open_bundle(path: str | Path | Bundle, *, threads: int | None = None) -> Runner:
