@@ -21,6 +21,8 @@ from deployer.spec import Array, Arrays, ModelSpec  # noqa: E402
 
 #: what an artifact may be off by on inputs that the gate never saw, relative to the output's root mean square
 _TOLERANCE = 1e-3
+#: what an overloaded machine says
+_MACHINE = ("can't start new thread", "Cannot allocate memory", "No space left on device")
 _SEEDS = (101, 102, 103, 104)
 
 
@@ -47,6 +49,8 @@ def _outcome(name: str, format_name: str, workspace: Path) -> dict[str, Any]:
         return _export_and_probe(name, format_name, workspace)
     except DeployerError as error:
         traceback.print_exc()
+        if any(words in str(error) for words in _MACHINE):
+            return {"status": "failed", "reason": "machine", "message": str(error)}
         return {
             "status": "refused" if error.reason else "failed",
             "reason": error.reason or "unclassified",

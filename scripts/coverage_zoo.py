@@ -34,8 +34,11 @@ OWN_FILES = {
     "torchscript": ("torchscript.py",),
     "onnx": ("onnx.py", "decompositions.py"),
     "aoti": ("aoti.py",),
-    "trt": ("trt.py",),
+    "trt": ("trt.py", "trt_rtx.py", "trt_torch.py"),
 }
+
+#: reasons that say more of the machine than of the model
+TRANSIENT = ("timed_out", "machine")
 
 # Read by torch when it is imported. One thread a cell; no pool of compile workers for graphs this small.
 os.environ.update(
@@ -64,12 +67,12 @@ class Cell:
         return WORKSPACE / "cells" / f"{self.model}-{self.format}.json"
 
     def cached(self) -> dict[str, Any] | None:
-        """The outcome of an earlier run with the same key, or None."""
+        """The outcome of an earlier run with the same key, or None; what the machine's load did is not kept."""
         try:
             found = json.loads(self.stored.read_text())
         except (FileNotFoundError, ValueError):
             return None
-        return found if found.get("key") == self.key else None
+        return found if found.get("key") == self.key and found.get("reason") not in TRANSIENT else None
 
 
 def main() -> None:
@@ -80,8 +83,8 @@ def main() -> None:
     (WORKSPACE / "cells").mkdir(parents=True, exist_ok=True)
     todo = [cell for cell in cells if options.fresh or cell.cached() is None]
     print(f"{len(cells)} cells, {len(cells) - len(todo)} of them from the cache", file=sys.stderr)
-    run_all(todo, options.jobs, options.limit_s)
-    outcomes = {(cell.model, cell.format): cell.cached() or {} for cell in cells}
+    done = run_all(todo, options.jobs, options.limit_s)
+    outcomes = {(cell.model, cell.format): done.get(cell) or cell.cached() or {} for cell in cells}
     if not options.only and set(options.formats) == set(FORMATS):
         from coverage_report import write_report
 
@@ -161,12 +164,13 @@ class Running:
         return self.cell.stored.with_suffix(".new")
 
 
-def run_all(cells: Sequence[Cell], jobs: int, limit_s: float) -> None:
+def run_all(cells: Sequence[Cell], jobs: int, limit_s: float) -> dict[Cell, dict[str, Any]]:
     """At most `jobs` cells at a time, each forked from this process, which has imported everything heavy once."""
+    done: dict[Cell, dict[str, Any]] = {}
     if not cells:
-        return
+        return done
     preload()
-    waiting, running, done = list(reversed(cells)), [], 0
+    waiting, running = list(reversed(cells)), []
     while waiting or running:
         while waiting and len(running) < jobs:
             running.append(start(waiting.pop(), limit_s))
@@ -176,10 +180,10 @@ def run_all(cells: Sequence[Cell], jobs: int, limit_s: float) -> None:
                 continue
             outcome = finish(item, limit_s)
             running.remove(item)
-            done += 1
+            done[item.cell] = outcome
             word = outcome["status"] if outcome["status"] == "passed" else f"{outcome['status']}: {outcome['reason']}"
             print(
-                f"{done}/{len(cells)} {item.cell.model} {item.cell.format} {word} ({outcome['seconds']} s)",
+                f"{len(done)}/{len(cells)} {item.cell.model} {item.cell.format} {word} ({outcome['seconds']} s)",
                 file=sys.stderr,
                 flush=True,
             )
