@@ -187,6 +187,7 @@ def run_all(cells: Sequence[Cell], jobs: int, limit_s: float) -> dict[Cell, dict
                 file=sys.stderr,
                 flush=True,
             )
+    return done
 
 
 def preload() -> None:
