@@ -27,6 +27,7 @@ from deployer.files import sha256_of
 from deployer.formats import FORMATS, ExportJob, LoadJob, Target, half, trt, trt_rtx, trt_torch
 from deployer.formats import onnx as onnx_format
 from deployer.formats.half import halve
+from deployer.formats.traceable import export_program
 from deployer.package import package
 from deployer.runtime import open_bundle
 from deployer.spec import Array, Dim, ModelSpec, TensorSpec
@@ -120,6 +121,23 @@ def test_a_wrong_onnx_file_fails_the_gate_in_the_engines_place(
     monkeypatch.setattr(trt, "onnx", SimpleNamespace(export=off, load=onnx_format.load))
     with pytest.raises(GateError, match=r"failed the gate.*\.rejected"):
         export(digits_checkpoint, TRT, tmp_path, reference=digits_reference)
+
+
+def test_a_wrong_engine_is_localised_in_its_onnx_file(
+    engines: Mapping[str, Path], digits_checkpoint: Checkpoint, digits_images: Array
+) -> None:
+    """The half file of the fp16 engine too: its nodes still know the operators that they come from."""
+    bundle = read_bundle(engines["fp16"])
+    job = ExportJob(digits_checkpoint.build(), bundle.spec, digits_checkpoint.samples, TRT, bundle.path)
+    load = LoadJob(bundle.path, bundle.spec, bundle.manifest.target, bundle.manifest.details)
+    inside = trt.look(load, export_program(job).program, {"image": digits_images})
+    assert len(inside.values) >= len(inside.steps) / 2
+    for step in inside.steps:
+        for got, expected in zip(inside.values.get(step.name, ()), step.values, strict=False):
+            if got.shape == expected.shape and expected.dtype.kind == "f":
+                scale = float(np.abs(expected).max())
+                np.testing.assert_allclose(got.astype(np.float32), expected, rtol=0, atol=0.01 * scale)
+    assert "not the engine" in inside.note
 
 
 def test_a_bundle_of_other_gpus_is_not_up_to_date(engines: Mapping[str, Path], digits_checkpoint: Checkpoint) -> None:

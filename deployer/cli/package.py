@@ -52,14 +52,9 @@ def command(
 
     with working(f"packaging {bundle}"):
         path = package(
-            bundle,
-            engine=engine,
-            output=output,
-            batch_size=batch_size,
-            max_batch_delay_ms=max_batch_delay_ms,
-            workers=workers,
-            allow_unexecuted=allow_unexecuted,
-        )
+            bundle, engine=engine, output=output, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms,
+            workers=workers, allow_unexecuted=allow_unexecuted,
+        )  # fmt: skip
     mar = read_mar(path)
     settings = read_settings(mar)
     facts = {

@@ -15,11 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deployer.errors import MachineError, UsageError
+import torch
+
+from deployer.errors import ExportError, MachineError, UsageError
 from deployer.files import sha256_of
 from deployer.formats import half, onnx, trt_rtx, trt_torch
 from deployer.formats.record import Builder, ExportJob, Format, Loaded, LoadJob, Target
+from deployer.formats.trail import Inside
 from deployer.machine import gpu_arch, gpu_fault
+from deployer.spec import Arrays
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +120,14 @@ def stand_in(job: LoadJob) -> Loaded:
     return replace(loaded, engine=f"{loaded.engine}, rounded to float16")
 
 
+def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) -> Inside:
+    """The ONNX file that the engine was built from, node by node. Raises ExportError for one of torch_tensorrt."""
+    if job.details["builder"] == TORCH_TRT.name:
+        raise ExportError("an engine of torch_tensorrt cannot be taken apart; export to onnx and localise there")
+    inside = onnx.look(job, program, arrays)
+    return replace(inside, note=f"{_SOURCE}, which the engine was built from, was looked at, not the engine")
+
+
 FORMAT = Format(
     name="trt",
     artifact=trt_rtx.PLAN,
@@ -129,4 +141,5 @@ FORMAT = Format(
     gpu_archs=trt_rtx.GPU_ARCHS,
     choose=choose,
     stand_in=stand_in,
+    look=look,
 )
