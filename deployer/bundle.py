@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from deployer.checkpoint.coverage import Intake
 from deployer.errors import BundleError, IntegrityError
 from deployer.files import files_below, sha256_of
 from deployer.formats import Target
-from deployer.spec import Arrays, ModelSpec
+from deployer.spec import Arrays, ModelSpec, in_c_order
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.json.sha256"
@@ -102,7 +101,7 @@ class Bundle:
 def write_samples(folder: Path, inputs: Arrays, outputs: Arrays) -> None:
     arrays = {f"inputs.{name}": array for name, array in inputs.items()}
     arrays |= {f"outputs.{name}": array for name, array in outputs.items()}
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / SAMPLES)
+    save_file({name: in_c_order(array) for name, array in arrays.items()}, folder / SAMPLES)
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

@@ -91,14 +91,23 @@ def staged_folder(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's advisory lock; raises OSError at once when another process has it. The kernel lets go of it
-    when the holder dies in whatever way."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = lock_folder(folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)
+
+
+def lock_folder(folder: Path) -> int:
+    """Take the folder's advisory lock; closing the descriptor returned gives it back, as the kernel does when the
+    holder dies in whatever way. Raises OSError at once when another has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def publish_folder(staging: Path, final: Path) -> None:

@@ -93,14 +93,30 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML says that keys are unique, PyYAML takes the last of them: here a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.YAMLError(f"the key '{key.value}' stands twice, again in line {key.start_mark.line + 1}")
+            seen.add(key.value)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
 def read_recipe(path: Path) -> Recipe:
     """Parse and check a recipe. Raises UsageError or SpecError naming the file, the place and the nearest right key."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506 - a SafeLoader
+        json.dumps(data, default=str)  # an alias that holds itself has no end
     except FileNotFoundError as error:
         raise UsageError(f"no recipe '{path}'; `deployer init` writes one") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"'{path}' is not YAML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"'{path}' holds an alias that contains itself; write its values out") from error
     if not isinstance(data, Mapping):
         raise UsageError(f"'{path}' holds a {type(data).__name__}; a mapping of keys is expected")
     _check_keys(data, Recipe, str(path))

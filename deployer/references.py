@@ -41,7 +41,7 @@ def load_reference(reference: str, folder: Path | None = None) -> Callable[..., 
         module = _import_file((folder or Path()) / source) if source.endswith(".py") else _import_module(source)
     except ModelError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(
             f"importing '{source}' for '{reference}' failed with {type(error).__name__}: {first_line(error)}"
         ) from error

@@ -8,14 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from deployer.bundle import Bundle, Manifest, read_bundle
 from deployer.errors import BundleError, DeployerError, MachineError, first_line
 from deployer.formats import Loaded, LoadJob, Target, get_format
 from deployer.machine import architecture, cpu_features, gpu_fault
-from deployer.spec import Array, Arrays, ModelSpec
+from deployer.spec import Array, Arrays, ModelSpec, in_c_order
 
 
 class Runner:
@@ -37,7 +36,7 @@ class Runner:
             raise BundleError("this runner is closed; open the bundle again")
         sizes = self.spec.check_inputs(arrays)
         # Compiled artifacts read memory as laid out when exported: other strides give wrong answers, no error.
-        outputs: dict[str, Array] = self._call({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+        outputs: dict[str, Array] = self._call({name: in_c_order(array) for name, array in arrays.items()})
         self.spec.check_outputs(outputs, sizes)
         return outputs
 

@@ -9,20 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from deployer.errors import DeployerError, RequestError, SampleError, first_line
 from deployer.references import load_reference
-from deployer.spec import Array, Arrays, ModelSpec
+from deployer.spec import Array, Arrays, ModelSpec, in_c_order
 
 
 def read_samples(source: str | Path, folder: Path | None = None) -> dict[str, Array]:
     """Named arrays from `.npz`, `.npy`, `.safetensors`, or from `module:function` / `path.py:function`.
 
     A function takes nothing and returns a mapping of names to arrays or tensors. Relative paths start in `folder`.
-    Raises SampleError naming the source.
+    Raises SampleError naming the source, also for an array without a single value.
     """
+    arrays = _read(source, folder)
+    for name, array in arrays.items():
+        if array.size == 0:
+            raise SampleError(f"'{source}': '{name}' has the shape {list(array.shape)} and holds no value")
+    return arrays
+
+
+def _read(source: str | Path, folder: Path | None) -> dict[str, Array]:
     text = str(source)
     if not isinstance(source, Path) and ":" in text and Path(text).suffix.lower() not in (".npz", ".safetensors"):
         return _from_function(text, folder)
@@ -51,7 +60,7 @@ def _from_function(reference: str, folder: Path | None) -> dict[str, Array]:
         value: Any = function()
     except DeployerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SampleError(f"'{reference}' failed with {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(value, Mapping):
         raise SampleError(f"'{reference}' returned a {type(value).__name__}; a mapping of names to arrays is expected")
@@ -74,7 +83,7 @@ def check_samples(spec: ModelSpec, arrays: Arrays) -> dict[str, Array]:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             where = np.argwhere(~np.isfinite(array))[0].tolist()
             raise SampleError(f"sample '{name}' holds NaN or infinity at index {where}; remove or repair it")
-    return {tensor.name: np.ascontiguousarray(named[tensor.name]) for tensor in spec.inputs}
+    return {tensor.name: in_c_order(named[tensor.name]) for tensor in spec.inputs}
 
 
 def resize(array: Array, axis: int, size: int, *, distinct: bool = False) -> Array:
@@ -93,7 +102,11 @@ def resize(array: Array, axis: int, size: int, *, distinct: bool = False) -> Arr
 
 
 def sized_inputs(spec: ModelSpec, samples: Arrays, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Inputs in which each Dim of `sizes` has the size given there, built from `samples` by `resize`."""
+    """Inputs in which each Dim of `sizes` has the size given there, built from `samples` by `resize`.
+
+    Raises SampleError, naming the largest Dim, when they would not fit into half of the memory that is free.
+    """
+    _check_memory(spec, sizes)
     result = {}
     for tensor in spec.inputs:
         array = samples[tensor.name]
@@ -101,5 +114,20 @@ def sized_inputs(spec: ModelSpec, samples: Arrays, sizes: Mapping[str, int]) -> 
         for axis, size in sorted(enumerate(tensor.shape), key=lambda item: item[1] == spec.batch):
             if isinstance(size, str):
                 array = resize(array, axis, sizes[size], distinct=size == spec.batch)
-        result[tensor.name] = np.ascontiguousarray(array)
+        result[tensor.name] = in_c_order(array)
     return result
+
+
+def _check_memory(spec: ModelSpec, sizes: Mapping[str, int]) -> None:
+    needed_bytes = sum(
+        math.prod(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
+        * np.dtype(tensor.dtype).itemsize
+        for tensor in spec.inputs
+    )
+    free_bytes = psutil.virtual_memory().available
+    if needed_bytes > free_bytes // 2:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise SampleError(
+            f"inputs with {largest}={sizes[largest]} take {needed_bytes:,} bytes, {free_bytes:,} are free here; "
+            f"lower the max of '{largest}'"
+        )

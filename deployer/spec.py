@@ -7,6 +7,7 @@ tensors which share an axis cannot disagree about it. The batch axis of a tensor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,6 +86,10 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "".join(f" {word} {value}" for word, value in parts if value is not None)
 
 
+#: names that are a folder's, a file's and a URL's part: no separators, no leading dot
+_URL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Inputs, outputs and dynamic axes of one model; `batch` names the Dim along which requests are stacked."""
 
@@ -97,7 +102,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.name.replace("-", "_").replace(".", "_").isidentifier():
+        if not _URL_NAME.fullmatch(self.version):
+            raise SpecError(
+                f"version '{self.version}' is not usable in a path and a URL; use letters, digits, '-', '_', '.'"
+            )
+        if not _URL_NAME.fullmatch(self.name):
             raise SpecError(
                 f"model name '{self.name}' is not usable in a path and a URL; use letters, digits, '-', '_', '.'"
             )
@@ -121,9 +130,20 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise SpecError(f"input '{tensor.name}' has an axis '{ANY}'; give it a size or a named dynamic axis")
         if self.batch is not None and self.batch not in self.dims:
             raise SpecError(f"the batch axis '{self.batch}' is not among dims{nearest(self.batch, self.dims)}")
+        self._check_labels()
         unused = set(self.dims) - {size for tensor in self.inputs for size in tensor.shape}
         if unused:
             raise SpecError(f"no input has the dynamic axis '{sorted(unused)[0]}'; remove it from dims")
+
+    def _check_labels(self) -> None:
+        """Labels name the classes along the last axis of an output; labels that fit none would be dropped silently."""
+        if not self.labels or not self.outputs:
+            return
+        if not any(tensor.shape[-1:] == (len(self.labels),) for tensor in self.outputs):
+            raise SpecError(
+                f"{len(self.labels)} labels fit no output: {', '.join(map(str, self.outputs))}; "
+                "give one label for each entry of an output's last axis"
+            )
 
     def input(self, name: str) -> TensorSpec:
         return next(tensor for tensor in self.inputs if tensor.name == name)
@@ -214,6 +234,11 @@ def decode_spec(data: Any) -> ModelSpec:
         return msgspec.convert(data, ModelSpec)
     except msgspec.ValidationError as error:
         raise SpecError(f"spec: {error}") from error
+
+
+def in_c_order(array: Array) -> Array:
+    """`array` itself or a contiguous copy. Scalars stay scalars (np.ascontiguousarray makes them one-dimensional)."""
+    return np.asarray(array, order="C")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -29,6 +29,13 @@ class ManyOutputs(nn.Module):
         return {"total": total, "any": mask.bool().any(1), "nested": {"mean": total.float() / mask.sum(1)}}
 
 
+class ScalarOutput(nn.Module):
+    """A vector and a scalar in, rows and a scalar out: 0-dimensional arrays pass every border as they are."""
+
+    def forward(self, x: Tensor, gain: Tensor) -> dict[str, Tensor]:
+        return {"x": x * gain, "total": x.sum()}
+
+
 class SequenceFirst(nn.Module):
     """x (5, batch, 4) → cumulative sum over axis 0: batching along axis 0 would mix requests."""
 
@@ -95,6 +102,10 @@ MODELS: dict[type[nn.Module], tuple[ModelSpec, dict[str, Array]]] = {
     SequenceFirst: (
         ModelSpec("sequence_first", (TensorSpec("x", "float32", (5, "batch", 4)),), dims=BATCH, batch="batch"),
         {"x": np.arange(60, dtype=np.float32).reshape(5, 3, 4)},
+    ),
+    ScalarOutput: (
+        ModelSpec("scalar", (_X, TensorSpec("gain", "float32", ())), dims=BATCH, batch="batch"),
+        {**_ROWS, "gain": np.array(3, np.float32)},
     ),
     BakedBatch: (ModelSpec("baked", (_X,), dims=BATCH, batch="batch"), _ROWS),
     Branch: (ModelSpec("branch", (_X,), dims=BATCH, batch="batch"), _ROWS),

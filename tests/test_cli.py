@@ -81,6 +81,8 @@ def test_the_chain_of_a_users_own_model(tmp_path: Path) -> None:
         (["package", "absent"], 2, ["no bundle folder 'absent'"]),
         (["serve", "absent.mar"], 2, ["absent.mar"]),
         (["bench", "absent"], 2, ["absent"]),
+        (["bench", "absent", "--threads", "100000"], 2, ["--threads is 100000"]),
+        (["predict", "http://127.0.0.1:9/x", "--input", "x.npy", "--timeout-s", "0"], 2, ["--timeout-s"]),
         (["predict", "http://127.0.0.1:9/predictions/x", "--input", "absent.npy"], 2, ["absent.npy"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

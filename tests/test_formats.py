@@ -20,7 +20,18 @@ from deployer.export import export
 from deployer.formats import FORMATS, PRECISIONS, Target, get_format
 from deployer.runtime import open_bundle
 from deployer.spec import Array
-from tests.models import BakedBatch, Branch, Detections, ManyOutputs, Mutates, Scale, SequenceFirst, checkpoint_of
+from deployer.validate import validate
+from tests.models import (
+    BakedBatch,
+    Branch,
+    Detections,
+    ManyOutputs,
+    Mutates,
+    ScalarOutput,
+    Scale,
+    SequenceFirst,
+    checkpoint_of,
+)
 
 QUICK = ("torchscript", "exported", "onnx")
 BUILT = [name for name, record in FORMATS.items() if "cpu" in record.devices]
@@ -156,6 +167,16 @@ def test_a_branch_on_values_is_scripted_by_torchscript_and_refused_elsewhere(tmp
     for name in ("exported", "onnx", "aoti"):
         with pytest.raises(ExportError, match="control flow that depends on tensor values"):
             export(checkpoint, Target(name), tmp_path)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_scalars_and_an_output_named_as_an_input(name: str, tmp_path: Path) -> None:
+    bundle, _ = export(checkpoint_of(ScalarOutput), Target(name), tmp_path)
+    assert validate(bundle.path).passed  # what was written reads back as it was
+    with open_bundle(bundle) as run:
+        got = run({"x": np.ones((2, 3), np.float32), "gain": np.array(3, np.float32)})
+        assert got["x"].tolist() == [[3.0] * 3] * 2
+        assert (got["total"].shape, float(got["total"])) == ((), 6.0)
 
 
 def test_onnx_axes_carry_the_names_of_the_spec(digits_bundles: Mapping[str, Path]) -> None:

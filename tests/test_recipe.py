@@ -74,6 +74,8 @@ def test_init_does_not_overwrite_unless_told(project: Path) -> None:
         ("dims: {batch: {max: many}}\n", r"\$\.dims"),
         ("- a\n- b\n", "holds a list"),
         ("name: [unclosed\n", "is not YAML"),
+        ("name: a\nname: b\n", "'name' stands twice, again in line 2"),
+        ("args: &a {x: *a}\n", "contains itself"),
         ("schema_version: 9\n", "schema_version 9"),
         ("dims: {batch: {min: 0}}\n", "1 ≤ min"),
     ],

@@ -36,6 +36,7 @@ from deployer.serve.config import registration_failure, worker_failure
 from deployer.serve.java import find_java, java_version
 from deployer.serve.ports import choose_ports
 from deployer.serve.processes import session_members
+from deployer.serve.torchserve import remove_leftovers
 from deployer.spec import Array
 from tests.models import SequenceFirst, checkpoint_of
 from tests.test_package_torchserve import rebuilt, with_config
@@ -445,6 +446,30 @@ def test_serve_runs_until_sigterm_and_leaves_nothing(archive: Path, digits_image
     assert len(members) == 3
     assert_gone(Path(document["logs"]).parent, document["pid"])
     assert not (tmp_path / "token").exists()
+
+
+@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGKILL])
+def test_no_server_outlives_the_terminal_or_a_kill(archive: Path, end: signal.Signals) -> None:
+    command = [sys.executable, "-m", "deployer", "serve", str(archive), "--json"]
+    ports = ["--port", "0", "--management-port", "0", "--metrics-port", "0"]
+    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        text = ""
+        while not text.endswith("\n}\n") and (line := process.stdout.readline()):
+            text += line
+        document = json.loads(text)
+        members = session_members(document["pid"])
+        assert len(members) == 3
+        process.send_signal(end)
+        process.wait(60)
+        _, alive = psutil.wait_procs(members, timeout=60)
+        assert alive == []
+    folder = Path(document["logs"]).parent
+    assert folder.exists() == (end == signal.SIGKILL)  # nobody was left to remove it
+    if folder.exists():
+        os.utime(folder, (0, 0))
+        remove_leftovers(folder.parent)
+        assert not folder.exists()
 
 
 def test_ctrl_c_while_starting_leaves_nothing(archive: Path) -> None:

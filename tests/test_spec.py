@@ -93,6 +93,9 @@ def test_an_output_without_the_batch_cannot_be_stacked() -> None:
         {"inputs": ()},
         {"inputs": (IDS, IDS)},
         {"name": "a/b"},
+        {"name": ".."},
+        {"version": "../1"},
+        {"labels": ("a", "b")},
         {"dims": {"batch": Dim(), "sequence": Dim(), "unused": Dim()}},
     ],
 )
@@ -159,3 +162,15 @@ def test_pickles_in_sample_files_are_not_run(tmp_path) -> None:
     np.save(tmp_path / "evil.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(SampleError, match="cannot be read"):
         read_samples(tmp_path / "evil.npy")
+
+
+def test_inputs_that_cannot_fit_into_memory_name_the_axis() -> None:
+    huge = msgspec.structs.replace(ENCODER, dims={"batch": Dim(1, 2, 10**11), "sequence": Dim(2, 4, 16)})
+    with pytest.raises(SampleError, match="lower the max of 'batch'"):
+        sized_inputs(huge, arrays(2, 4), {"batch": 10**11, "sequence": 4})
+
+
+def test_samples_without_a_value_are_refused(tmp_path) -> None:
+    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
+    with pytest.raises(SampleError, match=r"\[0, 3\] and holds no value"):
+        read_samples(tmp_path / "none.npy")

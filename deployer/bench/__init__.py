@@ -14,10 +14,12 @@ from typing import Any
 from deployer.bench.record import BenchReport, Environment, HttpRow, InProcessRow, Warmup
 from deployer.bench.statistics import Latency
 from deployer.errors import UsageError
+from deployer.machine import usable_cores
 
 __all__ = ["BenchReport", "Environment", "HttpRow", "InProcessRow", "Latency", "Warmup", "bench", "is_url"]
 
 _MAX_CONCURRENCY = 4096
+_THREADS_PER_CORE = 16  # more only wait for each other, thousands for ever
 
 
 def is_url(target: str | Path) -> bool:
@@ -90,7 +92,10 @@ def _check_numbers(options: dict[str, Any]) -> None:
             if not value or any(size < 1 or (most is not None and size > most) for size in value):
                 limit = f"1 to {most}" if most is not None else "1 or more"
                 raise UsageError(f"{_flag(name)} is {list(value)}; numbers of {limit} are expected")
-        elif name in ("threads", "requests") and value < 1:
+        elif name == "threads" and not 1 <= value <= _THREADS_PER_CORE * usable_cores():
+            most = _THREADS_PER_CORE * usable_cores()
+            raise UsageError(f"--threads is {value}; 1 to {most} is expected on {usable_cores()} cores")
+        elif name == "requests" and value < 1:
             raise UsageError(f"{_flag(name)} is {value}; 1 or more is expected")
         elif name in ("duration_s", "timeout_s") and not 0 < value < float("inf"):
             raise UsageError(f"{_flag(name)} is {value}; a positive number of seconds is expected")

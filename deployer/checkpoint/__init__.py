@@ -106,7 +106,7 @@ def build_model(reference: str, args: Mapping[str, Any], folder: Path | None = N
         model = factory(**args)
     except DeployerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"'{reference}' failed with {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"'{reference}' returned a {type(model).__name__}; a torch.nn.Module is expected")

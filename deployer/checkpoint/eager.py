@@ -96,7 +96,7 @@ def call_on_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> Any:
     try:
         with torch.no_grad():
             return model(**tensors)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         shapes = ", ".join(f"{name}{list(tensor.shape)}" for name, tensor in tensors.items())
         line = failing_user_line(error)
         where = f" ({line})" if line is not None else ""

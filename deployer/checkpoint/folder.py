@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from deployer.errors import CheckpointError, IntegrityError
 from deployer.files import publish_folder, sha256_of, staged_folder
 from deployer.references import is_file_reference, split_reference
 from deployer.samples import check_samples
-from deployer.spec import Arrays, ModelSpec
+from deployer.spec import Arrays, ModelSpec, in_c_order
 from deployer.versions import tool_versions
 
 RECORD = "checkpoint.json"
@@ -81,7 +80,7 @@ def save_checkpoint(
             shutil.copyfile(source, staging / Path(source).name)
             factory = f"{Path(source).name}:{name}"
         _save_weights(model, staging / WEIGHTS)
-        save_arrays({key: np.ascontiguousarray(array) for key, array in named.items()}, staging / SAMPLES)
+        save_arrays({key: in_c_order(array) for key, array in named.items()}, staging / SAMPLES)
         hashes = {path.name: sha256_of(path) for path in sorted(staging.iterdir())}
         record = CheckpointRecord(
             model=factory, spec=spec, sha256=hashes, args=dict(args or {}), step=step, weight_set=weight_set,

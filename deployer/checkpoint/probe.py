@@ -50,8 +50,8 @@ def _distinct_sizes(spec: ModelSpec) -> dict[str, int]:
     """A size for each Dim, small and, where the ranges allow it, no two alike."""
     sizes: dict[str, int] = {}
     for name, dim in spec.dims.items():
-        free = [size for size in range(dim.min, dim.max + 1) if size > 1 and size not in sizes.values()]
-        sizes[name] = free[0] if free else dim.max
+        free = (size for size in range(max(dim.min, 2), dim.max + 1) if size not in sizes.values())
+        sizes[name] = next(free, dim.max)
     return sizes
 
 

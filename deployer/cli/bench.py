@@ -49,7 +49,11 @@ def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[i
     show_envvar=True,
     help="URL: file that holds the bearer token.",
 )
-@click.option("--timeout-s", type=float, help="URL: seconds until a request counts as timed out.  [default: 60]")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="URL: seconds until a request counts as timed out.  [default: 60]",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the JSON document to this file too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Save the outputs: .npy (bit by bit), .npz, .json."
 )
-@click.option("--timeout-s", type=float, default=60.0, show_default=True, help="Seconds until it must be answered.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds until it must be answered.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     url: str, input_path: Path, token_file: Path | None, output: Path | None, timeout_s: float, as_json: bool
@@ -63,6 +69,8 @@ def _read_token(path: Path) -> str:
         token = path.read_text().strip()
     except FileNotFoundError as error:
         raise UsageError(f"no token file '{path}'; `deployer serve` prints where its own is") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"'{path}' does not hold a token; `deployer serve` prints where its own is") from error
     if not token or len(token.split()) != 1 or not token.isascii():
         raise UsageError(f"'{path}' does not hold one token alone; `deployer serve` prints where its own is")
     return token

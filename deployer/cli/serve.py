@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 @click.option("--port", type=int, default=8080, show_default=True, help="Inference; 0 for any free port.")
 @click.option("--management-port", type=int, default=8081, show_default=True, help="Management, loopback only.")
 @click.option("--metrics-port", type=int, default=8082, show_default=True, help="Prometheus metrics, loopback only.")
-@click.option("--start-timeout-s", type=float, default=120.0, show_default=True, help="Seconds until it must be ready.")
+@click.option(
+    "--start-timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Seconds until it must be ready.",
+)
 @click.option(
     "--token-file", type=click.Path(path_type=Path), help="Write the token here too (0600); removed at the end."
 )
@@ -36,7 +42,9 @@ def command(mars: tuple[Path, ...], as_json: bool, **options: Any) -> None:
 
     # SIGTERM as Ctrl-C: the same way out, also while starting.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    server = Server(mars, **options)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's wish is kept
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    server = Server(mars, ends_with_us=True, **options)
     with working("starting the server"):
         server.start()
     try:

@@ -45,7 +45,7 @@ def export(job: ExportJob) -> dict[str, Any]:
             optimize=True,
             verbose=False,
             input_names=[tensor.name for tensor in job.spec.inputs],
-            output_names=[tensor.name for tensor in job.spec.outputs],
+            output_names=written_outputs(job.spec),
         )
     except Exception as error:  # the exporter wraps whatever went wrong
         raise _refusal(error) from error
@@ -73,6 +73,13 @@ def _refusal(error: Exception) -> ExportError:
     return ExportError(
         f"the ONNX exporter failed{named} with {type(cause).__name__}: {first_line(cause)}", reason=reason
     )
+
+
+def written_outputs(spec: ModelSpec) -> list[str]:
+    """The names of the outputs in the file, in spec order. Inputs and outputs share one space of names in ONNX: an
+    output that is called as an input is written as `output.NAME`, and read back under its own name."""
+    inputs = {tensor.name for tensor in spec.inputs}
+    return [f"output.{tensor.name}" if tensor.name in inputs else tensor.name for tensor in spec.outputs]
 
 
 def _name_axes(model: Any, spec: ModelSpec, program: torch.export.ExportedProgram) -> None:
@@ -159,10 +166,10 @@ def open_model(model: str | bytes, job: LoadJob, **options: Any) -> Loaded:
         )
     if mixed:
         log.warning("%s runs%s", wanted[0], mixed.removeprefix(","))
-    names = [tensor.name for tensor in job.spec.outputs]
+    names, written = [tensor.name for tensor in job.spec.outputs], written_outputs(job.spec)
 
     def call(arrays: Arrays) -> dict[str, Array]:
-        return dict(zip(names, session.run(names, dict(arrays)), strict=True))
+        return dict(zip(names, session.run(written, dict(arrays)), strict=True))
 
     return Loaded(call, f"onnxruntime {onnxruntime.__version__} {wanted[0]}{mixed}")
 

@@ -6,6 +6,7 @@ beyond a limit. No code in the archive runs here.
 
 from __future__ import annotations
 
+import re
 import stat
 import zipfile
 import zlib
@@ -28,6 +29,7 @@ _RATIO_LIMIT = 100
 _RATIO_FREE_BYTES = 16 * 2**20
 _TEXT_LIMIT_BYTES = 2**20
 _COPY_BYTES = 2**20
+_URL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
 
@@ -82,6 +84,9 @@ def read_mar(path: str | Path, *, limit_bytes: int = _EXPANDED_LIMIT_BYTES) -> M
         model = manifest.get("model")
         if not isinstance(model, dict) or not isinstance(model.get("modelName"), str):
             raise BundleError(f"'{path}': {MANIFEST} names no model")
+        for key in ("modelName", "modelVersion"):
+            if not _URL_NAME.fullmatch(str(model.get(key, "1.0"))):
+                raise BundleError(f"'{path}': {MANIFEST} has the {key} '{model[key]}', no name for a file and a URL")
         config_file = model.get("configFile")
         config = _document(archive, path, entries, str(config_file)) if config_file else {}
     return Mar(path, entries, manifest, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,13 @@ from deployer.errors import UsageError
 from deployer.machine import usable_cores
 from deployer.spec import ANY, ModelSpec, TensorSpec
 
+log = logging.getLogger(__name__)
+
 DEFAULT_MAX_BATCH_DELAY_MS = 2
 DEFAULT_WORKERS = 2
+
+_DELAY_LIMIT_MS = 2**31 - 1  # TorchServe drops what is no Java int, and takes 100
+_WORKERS_LIMIT = 1024
 
 _BODY_FLOOR_BYTES = 6_553_500  # TorchServe's own default; smaller limits would only surprise
 _BODY_CEILING_BYTES = 2**31 - 1  # limits are Java ints
@@ -44,6 +50,8 @@ def choose_settings(
     two workers (one on a single core). Raises UsageError that names the option and the reason."""
     spec = manifest.spec
     obstacle = why_not_stackable(manifest)
+    if batch_size is None and obstacle:
+        log.warning("requests for '%s' cannot share a run, %s: the batch size is 1", spec.name, obstacle)
     if batch_size is None:
         batch_size = 1 if obstacle or spec.batch is None else spec.dims[spec.batch].typical
     max_batch_delay_ms = DEFAULT_MAX_BATCH_DELAY_MS if max_batch_delay_ms is None else max_batch_delay_ms
@@ -54,8 +62,12 @@ def choose_settings(
         raise UsageError(
             f"--max-batch-delay-ms {max_batch_delay_ms}: at least 1 is expected (TorchServe reads 0 as 100)"
         )
+    if max_batch_delay_ms > _DELAY_LIMIT_MS:
+        raise UsageError(f"--max-batch-delay-ms {max_batch_delay_ms}: at most {_DELAY_LIMIT_MS} is expected")
     if workers < 1:
         raise UsageError(f"--workers {workers}: at least 1 is expected")
+    if workers > _WORKERS_LIMIT:
+        raise UsageError(f"--workers {workers}: at most {_WORKERS_LIMIT} is expected")
     if batch_size > 1 and obstacle:
         raise UsageError(f"--batch-size {batch_size}: requests for '{spec.name}' cannot share a run, {obstacle}; use 1")
     if batch_size > 1 and spec.batch is not None and batch_size > spec.dims[spec.batch].max:

@@ -11,11 +11,13 @@ answers them.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import ipaddress
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ import msgspec
 
 from deployer.bundle import MANIFEST, Bundle, read_bundle
 from deployer.errors import BundleError, GateError, MachineError, ServerError, UsageError, first_line
+from deployer.files import lock_folder
 from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.probe import BAD_BODY, Probe, judge, judge_refusal, make_probes
 from deployer.package.settings import Settings
@@ -60,6 +63,9 @@ _LOG_SETTLE_S = 0.5  # a dying worker's traceback reaches its log line by line
 _REQUEST_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 15.0
 _SOCKET_PATH_LIMIT_BYTES = 107  # sockaddr_un
+_FOLDER_PREFIX = "deployer-serve-"
+_TOKEN_LIMIT_BYTES = 200
+_LEFTOVER_AGE_S = 60.0
 _OFF_ENVIRONMENT = ("LOG_LOCATION", "METRICS_LOCATION")
 
 
@@ -88,9 +94,12 @@ class Server:
     """TorchServe as a context manager. Ports of 0 mean any free one.
 
     `host` is where inference listens; management, metrics and gRPC stay on the loopback. `token_file` is an additional
-    place for the inference token. Raises on entry, with nothing left behind: UsageError (ports, settings, doubled
-    models), BundleError, IntegrityError, MachineError (TorchServe or Java missing), GateError (not ready in time, a
-    worker that dies, other settings than asked for, wrong answers).
+    place for the inference token. With `ends_with_us` the kernel ends TorchServe when the thread that started it dies
+    in whatever way, kill -9 included (Linux); the folder that is then left is removed by the next start.
+
+    Raises on entry, with nothing left behind: UsageError (ports, settings, doubled models), BundleError,
+    IntegrityError, MachineError (TorchServe or Java missing), GateError (not ready in time, a worker that dies, other
+    settings than asked for, wrong answers).
     """
 
     def __init__(
@@ -103,16 +112,19 @@ class Server:
         metrics_port: int = 8082,
         start_timeout_s: float = START_TIMEOUT_S,
         token_file: str | Path | None = None,
+        ends_with_us: bool = False,
     ) -> None:
         if not archives:
             raise UsageError("no .mar given; `deployer package` makes one")
-        if start_timeout_s <= 0:
+        if not start_timeout_s > 0:
             raise UsageError(f"--start-timeout-s {start_timeout_s:g}: more than 0 is expected")
         self._archives = [Path(archive) for archive in archives]
         self._host = _checked_host(host)
         self._wanted_ports = (port, management_port, metrics_port)
         self._start_timeout_s = start_timeout_s
-        self._extra_token_file = Path(token_file) if token_file is not None else None
+        self._extra_token_file = _checked_token_file(token_file)
+        self._ends_with_us = ends_with_us
+        self._lock: int | None = None
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ports = Ports(0, 0, 0, 0, 0)
@@ -202,6 +214,9 @@ class Server:
         finally:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+                if self._lock is not None:
+                    os.close(self._lock)
+                    self._lock = None
                 self._remove_extra_token()
             self._keys = {}
 
@@ -220,7 +235,9 @@ class Server:
             self._host, [("--port", inference), ("--management-port", management), ("--metrics-port", metrics)]
         )
         self._ports = Ports(*free, *choose_ports(LOOPBACK, [("gRPC inference", 0), ("gRPC management", 0)]))
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="deployer-serve-"))
+        remove_leftovers(Path(tempfile.gettempdir()))
+        folder = self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        self._lock = lock_folder(folder)
         if len(os.fsencode(folder / "tmp" / ".ts.sock.9999")) > _SOCKET_PATH_LIMIT_BYTES:
             raise UsageError(f"the temporary folder '{folder.parent}' has too long a path for sockets; set TMPDIR")
         for name in ("store", "tmp", "logs", "bundles", "samples"):
@@ -264,7 +281,7 @@ class Server:
         with (folder / "logs" / "console.log").open("wb") as console:
             self._process = subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=console, stderr=console, stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=_end_with_parent if self._ends_with_us else None,
             )  # fmt: skip
 
     def _read_keys(self, deadline: float) -> None:
@@ -388,6 +405,34 @@ class Server:
         with suppress(OSError):
             if path is not None and self._keys and path.read_text() == f"{self.token}\n":
                 path.unlink()
+
+
+def _checked_token_file(token_file: str | Path | None) -> Path | None:
+    """Raises UsageError before anything is started: a place that cannot be written, a file that is no token's."""
+    if token_file is None:
+        return None
+    path = Path(token_file)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(f"--token-file '{path}': a file in a folder that exists is expected")
+    if path.exists() and (path.stat().st_size > _TOKEN_LIMIT_BYTES or len(path.read_bytes().split()) > 1):
+        raise UsageError(f"--token-file '{path}' holds something else than a token; give another name")
+    return path
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove folders of servers whose starter is dead: nobody holds their lock."""
+    for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _LEFTOVER_AGE_S:
+                continue  # perhaps a server between making its folder and locking it
+            descriptor = lock_folder(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
+
+
+def _end_with_parent() -> None:
+    """In the child, before Java starts: SIGTERM when the parent dies (prctl's PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _http() -> httpx.Client:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,7 +26,7 @@ from deployer.errors import DeployerError, GateError, UsageError
 from deployer.formats import ExportJob, LoadJob, get_format
 from deployer.formats.traceable import export_program
 from deployer.formats.trail import Inside, Step, eager_steps
-from deployer.spec import Array, Arrays
+from deployer.spec import Array, Arrays, in_c_order
 from deployer.validate.compare import TOLERANCES, Tolerance, compare
 from deployer.validate.gate import ValidationReport
 from deployer.validate.reference import all_inputs
@@ -74,7 +73,7 @@ def localize(path: str | Path, report: ValidationReport, checkpoint: Checkpoint)
     if checkpoint.sha256 != bundle.manifest.source.sha256:
         raise GateError(f"'{checkpoint.source}' is not the checkpoint that '{bundle.path}' was made from")
     samples, _ = bundle.samples()
-    arrays = {name: np.ascontiguousarray(array) for name, array in dict(all_inputs(bundle.spec, samples))[case].items()}
+    arrays = {name: in_c_order(array) for name, array in dict(all_inputs(bundle.spec, samples))[case].items()}
     with tempfile.TemporaryDirectory() as folder:
         job = ExportJob(checkpoint.build(), bundle.spec, samples, bundle.manifest.target, Path(folder))
         program = export_program(job).program

@@ -15,7 +15,7 @@ from deployer.bundle import REFERENCES, Bundle
 from deployer.checkpoint import Checkpoint
 from deployer.checkpoint.eager import run_eager
 from deployer.errors import DeployerError, GateError, ModelError
-from deployer.spec import Array, Arrays, ModelSpec
+from deployer.spec import Array, Arrays, ModelSpec, in_c_order
 from deployer.validate.batching import measure_batching
 from deployer.validate.cases import cases_for, stress_base, stress_cases
 from deployer.validate.compare import NOISE_CEILING, allowed_scale, difference, rms
@@ -219,7 +219,7 @@ def _unused_inputs(reference: Reference, model: nn.Module, spec: ModelSpec, samp
 def write_references(folder: Path, reference: Reference) -> None:
     """`references.safetensors`: the eager outputs of every case, so that the gate can run again anywhere."""
     arrays = {f"{case}/{name}": array for case, outputs in reference.outputs.items() for name, array in outputs.items()}
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / REFERENCES)
+    save_file({name: in_c_order(array) for name, array in arrays.items()}, folder / REFERENCES)
 
 
 def read_outputs(bundle: Bundle) -> dict[str, dict[str, Array]]:
