@@ -65,8 +65,10 @@ def _trace(job: ExportJob, inlined: list[str]) -> tuple[Any, bool]:
                     Traceable(job.model, job.spec).eval(), examples, check_trace=False
                 )
         except Exception as error:  # the tracer raises anything that the model raises
+            conditional = "dynamo-optimized function" in str(error)  # torch.cond and its like, in the tracer's words
             raise ExportError(
-                f"torch.jit.trace failed with {type(error).__name__}: {first_line(error)}", reason=reason_in(error)
+                f"torch.jit.trace failed with {type(error).__name__}: {first_line(error)}",
+                reason="unsupported_operator" if conditional else reason_in(error),
             ) from error
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
