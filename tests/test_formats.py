@@ -18,8 +18,9 @@ from deployer.checkpoint.eager import run_eager
 from deployer.errors import ExportError, MachineError, NotBuiltYetError, RequestError, UsageError
 from deployer.export import export
 from deployer.formats import FORMATS, PRECISIONS, Target, get_format
+from deployer.formats.traceable import example_sizes
 from deployer.runtime import open_bundle
-from deployer.spec import Array
+from deployer.spec import Array, Dim, ModelSpec, TensorSpec
 from deployer.validate import validate
 from tests.models import (
     BakedBatch,
@@ -275,3 +276,11 @@ def test_an_engine_is_for_a_gpu_and_says_so() -> None:
 def test_an_unknown_format_gets_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="did you mean 'onnx'"):
         get_format("onxx")
+
+
+def test_examples_have_two_rows_or_more_though_every_larger_size_is_taken() -> None:
+    """Traced with one row, an exporter fixes the batch to one."""
+    shape = TensorSpec("x", "float32", ("batch", 4, 5, 6))
+    assert example_sizes(ModelSpec("taken", (shape,), dims={"batch": Dim(1, 3, 6)}, batch="batch")) == {"batch": 2}
+    only_one = ModelSpec("one", (TensorSpec("x", "float32", ("batch", 3)),), dims={"batch": Dim(1, 1, 1)})
+    assert example_sizes(only_one) == {"batch": 1}

@@ -49,7 +49,7 @@ def example_sizes(spec: ModelSpec) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, dim in spec.dims.items():
         lowest = max(dim.min, min(4, dim.max))
-        candidates = [*range(lowest, min(dim.max, lowest + 64) + 1), dim.max, dim.min]
+        candidates = [*range(lowest, min(dim.max, lowest + 64) + 1), *range(max(dim.min, 2), lowest), dim.max]
         sizes[name] = next((size for size in candidates if size not in taken), candidates[0])
         taken.add(sizes[name])
     return sizes
