@@ -19,6 +19,7 @@ ORDER = [
     "spec",
     "samples",
     "checkpoint",
+    "quantize",
     "formats",
     "bundle",
     "runtime",

@@ -13,6 +13,8 @@ from torch import nn
 
 from deployer.errors import MachineError, NotBuiltYetError, UsageError, nearest
 from deployer.machine import gpu_fault
+from deployer.quantize.calibration import Calibration
+from deployer.quantize.workbench import Workbench
 from deployer.spec import Array, Arrays, ModelSpec
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -111,6 +113,8 @@ class Format:
     gpu_archs: tuple[str, ...] = ()
     #: what a target leaves to the machine, decided; `export` records it in the details under the same keys
     choose: Callable[[Target], dict[str, Any]] | None = None
+    #: where the format is quantized; `export` is for the other precisions
+    workbench: Callable[[ExportJob, Calibration], Workbench] | None = None
     #: opens what the artifact was made from, for the gate of a machine that cannot execute the artifact itself
     stand_in: Callable[[LoadJob], Loaded] | None = None
 
