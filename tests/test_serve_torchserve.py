@@ -34,7 +34,7 @@ from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes
 from deployer.serve import Server
 from deployer.serve.config import registration_failure, worker_failure
 from deployer.serve.java import find_java, java_version
-from deployer.serve.ports import choose_ports
+from deployer.serve.ports import choose_ports, ephemeral_range
 from deployer.serve.processes import session_members
 from deployer.serve.torchserve import remove_leftovers
 from deployer.spec import Array
@@ -84,6 +84,18 @@ def instances() -> set[Path]:
     import tempfile
 
     return set(Path(tempfile.gettempdir()).glob("deployer-serve-*"))
+
+
+def read_document(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What `deployer serve --json` prints when it is ready; its own words where it ends without."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    text = ""
+    while not text.endswith("\n}\n") and (line := process.stdout.readline()):
+        text += line
+    assert text, f"ended with {process.wait(60)}: {process.stderr.read()}"
+    document: dict[str, Any] = json.loads(text)
+    return document
 
 
 def headers(server: Server, content_type: str = JSON, accept: str = JSON) -> dict[str, str]:
@@ -378,6 +390,31 @@ def test_free_ports_differ() -> None:
         choose_ports("127.0.0.1", [("--port", 70000)])
 
 
+def test_free_ports_are_none_that_an_outgoing_connection_could_take() -> None:
+    low, high = ephemeral_range()
+    assert all(not low <= port <= high for port in choose_ports("127.0.0.1", [(str(i), 0) for i in range(50)]))
+
+
+@pytest.mark.parametrize("which", [0, 1, 3])  # inference, management (which leaves TorchServe alive and deaf), gRPC
+def test_a_port_taken_while_starting_is_replaced(
+    archive: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, which: int
+) -> None:
+    chosen: list[int] = []
+
+    def choose(host: str, wanted: list[tuple[str, int]]) -> list[int]:
+        ports = choose_ports(host, wanted)
+        if len(chosen) <= which < len(chosen) + len(ports):
+            ports[which - len(chosen)] = other.getsockname()[1]
+        chosen.extend(ports)
+        return ports
+
+    monkeypatch.setattr("deployer.serve.torchserve.choose_ports", choose)
+    with socket.create_server(("127.0.0.1", 0)) as other, Server([archive], **ANY_PORT) as server:
+        assert server.endpoints
+    assert "was taken by another program" in caplog.text
+    assert len(chosen) == 10
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -429,11 +466,7 @@ def test_serve_runs_until_sigterm_and_leaves_nothing(archive: Path, digits_image
     command = [sys.executable, "-m", "deployer", "serve", str(archive), "--json", "--token-file", tmp_path / "token"]
     ports = ["--port", "0", "--management-port", "0", "--metrics-port", "0"]
     with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        text = ""
-        while not text.endswith("\n}\n") and (line := process.stdout.readline()):
-            text += line
-        document = json.loads(text)
+        document = read_document(process)
         members = session_members(document["pid"])
         [model] = document["models"]
         arguments = ["--input", tmp_path / "x.npy", "--token-file", document["token_file"], "--json"]
@@ -452,12 +485,8 @@ def test_serve_runs_until_sigterm_and_leaves_nothing(archive: Path, digits_image
 def test_no_server_outlives_the_terminal_or_a_kill(archive: Path, end: signal.Signals) -> None:
     command = [sys.executable, "-m", "deployer", "serve", str(archive), "--json"]
     ports = ["--port", "0", "--management-port", "0", "--metrics-port", "0"]
-    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        text = ""
-        while not text.endswith("\n}\n") and (line := process.stdout.readline()):
-            text += line
-        document = json.loads(text)
+    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        document = read_document(process)
         members = session_members(document["pid"])
         assert len(members) == 3
         process.send_signal(end)

@@ -79,6 +79,7 @@ LOG4J = """\
 </Configuration>
 """
 
+_LOGS = ("server.log", "console.log")  # of the frontend; the second before it has read its logging
 _DEATH = "Backend worker process died."
 _WORDLESS = "its process died without a word"
 
@@ -109,9 +110,14 @@ def registration_failure(logs: Path) -> str:
     return ""
 
 
+def port_taken(logs: Path) -> bool:
+    """Whether the frontend found one of its ports in use. Of the management port it says so and lives on, deaf."""
+    return any("Address already in use" in line for name in _LOGS for line in _lines(logs / name))
+
+
 def last_words(logs: Path) -> str:
     """The last line that a server that ended has left, from its log or from its console."""
-    for name in ("server.log", "console.log"):
+    for name in _LOGS:
         telling = [line.strip() for line in _lines(logs / name) if line.strip() and "WARNING: sun.reflect" not in line]
         if telling:
             return telling[-1][:300]

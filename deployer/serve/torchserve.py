@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +47,7 @@ from deployer.serve.config import (
     Ports,
     config_properties,
     last_words,
+    port_taken,
     registration_failure,
     worker_failure,
 )
@@ -61,11 +62,13 @@ START_TIMEOUT_S = 120.0
 _POLL_S = 0.25
 _LOG_SETTLE_S = 0.5  # a dying worker's traceback reaches its log line by line
 _REQUEST_TIMEOUT_S = 60.0
+_DESCRIBE_TIMEOUT_S = 5.0
 _STOP_GRACE_S = 15.0
 _SOCKET_PATH_LIMIT_BYTES = 107  # sockaddr_un
 _FOLDER_PREFIX = "deployer-serve-"
 _TOKEN_LIMIT_BYTES = 200
 _LEFTOVER_AGE_S = 60.0
+_PORT_ATTEMPTS = 3
 _OFF_ENVIRONMENT = ("LOG_LOCATION", "METRICS_LOCATION")
 
 
@@ -88,6 +91,10 @@ class Endpoint:
     url: str
     settings: Settings
     sample: Path
+
+
+class _PortTakenError(ServerError):
+    """A port that was free when it was chosen."""
 
 
 class Server:
@@ -187,6 +194,16 @@ class Server:
         _check_installed()
         java = find_java(os.environ)
         mars = _read_archives(self._archives)
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            try:
+                self._start(mars, java)
+                break
+            except _PortTakenError as error:  # an asked-for port that stays taken is said when ports are chosen again
+                if attempt == _PORT_ATTEMPTS:
+                    raise
+                log.warning("%s; starting again on others", error)
+
+    def _start(self, mars: Sequence[Mar], java: Path) -> None:
         try:
             served = self._prepare(mars)
             self._launch(java)
@@ -311,6 +328,9 @@ class Server:
             time.sleep(_POLL_S)
 
     def _check_alive(self) -> None:
+        if not self.endpoints and self._folder is not None and port_taken(self._folder / "logs"):
+            taken = ", ".join(str(port) for port in astuple(self._ports))
+            raise _PortTakenError(f"one of the ports {taken} was taken by another program while TorchServe started")
         if self._process is None or self._process.poll() is not None:
             words = last_words(self.folder / "logs") if self._folder is not None else "it was stopped"
             raise ServerError(f"TorchServe ended by itself: {words}")
@@ -337,7 +357,7 @@ class Server:
         headers = {"Authorization": f"Bearer {self._keys['management']}"}
         url = f"{self.management_url}/models/{name}/{version}"
         try:
-            with _http() as client:
+            with _http(_DESCRIBE_TIMEOUT_S) as client:
                 response = client.get(url, headers=headers)
         except httpx.HTTPError:
             return None
@@ -435,9 +455,9 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _http() -> httpx.Client:
+def _http(timeout_s: float = _REQUEST_TIMEOUT_S) -> httpx.Client:
     """trust_env off: a proxy of the environment must see neither the tokens nor a loopback request."""
-    return httpx.Client(timeout=_REQUEST_TIMEOUT_S, trust_env=False)
+    return httpx.Client(timeout=timeout_s, trust_env=False)
 
 
 def _checked_host(host: str) -> str:
