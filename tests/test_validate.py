@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from deployer.bundle import file_hashes, read_bundle, write_manifest
 from deployer.checkpoint import Checkpoint
+from deployer.cli.validate import _print_table
 from deployer.errors import BundleError, GateError
 from deployer.export import export, export_all
 from deployer.formats import FORMATS, ExportJob, Loaded, LoadJob, Target
@@ -218,6 +219,22 @@ def test_an_artifact_that_fails_is_a_verdict_not_a_crash(scale: tuple[Checkpoint
 
     reasons = gate(scale, run)
     assert reasons == ["output at batch=7: the artifact failed with RuntimeError: shape mismatch"]
+
+
+def test_an_answer_that_never_came_has_no_figures(
+    scale: tuple[Checkpoint, Reference], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(inputs: Arrays) -> dict[str, Array]:
+        if len(inputs["x"]) == 7:
+            raise RuntimeError("no")
+        return {"output": 2 * inputs["x"]}
+
+    checkpoint, reference = scale
+    _print_table(run_gate(run, checkpoint.spec, checkpoint.samples, reference, "fp32", "test"))
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split()[2:] for line in lines if line.split()[1:2] == ["output"]}
+    assert rows["batch=7"] == ["failed", "–", "–", "–", "–", "–"]
+    assert rows["batch=3"] == ["passed", "0.00e+00", "0.00e+00", "1.000000", "100.0%", "0.000"]
 
 
 def test_mixed_up_rows_are_seen(scale: tuple[Checkpoint, Reference]) -> None:

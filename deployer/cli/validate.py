@@ -65,16 +65,17 @@ def _print_table(report: ValidationReport) -> None:
             if not check.passed:
                 table.add_row(check.case, "–", "[red]failed[/]", "–", "–", "–", "–", "–")
             continue
-        table.add_row(
-            check.case,
-            check.output,
-            "[green]passed[/]" if check.passed else "[red]failed[/]",
+        # An answer that never came, or came in another shape or dtype, has no figures: zeros would look like agreement.
+        measured = check.passed or check.error_over_allowed > 0
+        figures = (
             f"{check.max_abs:.2e}",
             f"{check.max_rel:.2e}",
             f"{check.cosine:.6f}",
             "–" if check.argmax_agreement is None else f"{check.argmax_agreement:.1%}",
             f"{check.error_over_allowed:.3f}",
         )
+        verdict = "[green]passed[/]" if check.passed else "[red]failed[/]"
+        table.add_row(check.case, check.output, verdict, *(figures if measured else ["–"] * len(numbers)))
     out.print(table)
     refused = sum(check.passed for check in refusals)
     lines = [f"{refused} of {len(refusals)} inputs that the spec does not allow were refused"]
