@@ -19,8 +19,10 @@ Nothing is bent to fit: 1.5 is no integer, 1 is no bool, 300 is no uint8, NaN is
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import GenericAlias
@@ -41,6 +43,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _NPY_HEADER_LIMIT_BYTES = 10_000
 _RANK_LIMIT = 32
 _NPY_ENTRY = re.compile(r"""\s*['"](\w+)['"]\s*:\s*('[^']*'|"[^"]*"|True|False|\([\d,\s]*\))\s*(?:,|$)""")
+_SPACE = re.compile(rb"[ \t\r\n]*")
+_KEY = re.compile(rb'[ \t\r\n]*"(?:[^"\\]|\\.)*"[ \t\r\n]*:[ \t\r\n]*')
 _NPY_DTYPE = re.compile(r"[<>|=]?[biuf]\d{1,2}")
 
 #: JSON's own check of a number, by dtype: what it lets through fits the dtype
@@ -167,7 +171,7 @@ def _sole(spec: ModelSpec, array: Array) -> dict[str, Array]:
 def _decode_json(body: bytes, spec: ModelSpec) -> dict[str, Array]:
     """Named arrays from JSON; each value is decoded straight to its dtype, so that no number changes on the way."""
     names = [tensor.name for tensor in spec.inputs]
-    raw = _inputs_of(_json(body, dict[str, msgspec.Raw], "the body"), names)
+    raw = _inputs_of(_object(body, "the body"), names)
     for name in raw:
         if name not in names:
             raise RequestError(
@@ -196,8 +200,7 @@ def _inputs_of(document: dict[str, msgspec.Raw], names: list[str]) -> dict[str, 
         )
     value = document["inputs"]
     if bytes(value).lstrip().startswith(b"{"):
-        named: dict[str, msgspec.Raw] = _json(bytes(value), dict[str, msgspec.Raw], "'inputs'")
-        return named
+        return _object(bytes(value), "'inputs'")
     if len(names) > 1:
         raise RequestError(
             f"this model has {len(names)} inputs; send 'inputs' as an object with {', '.join(names)}",
@@ -206,6 +209,46 @@ def _inputs_of(document: dict[str, msgspec.Raw], names: list[str]) -> dict[str, 
             got="an array or a number",
         )
     return {names[0]: value}
+
+
+def _object(data: bytes, what: str) -> dict[str, msgspec.Raw]:
+    """The keys of a JSON object and their values, not decoded yet. Raises RequestError for a key that stands twice:
+    JSON leaves open which of the two counts."""
+    found: dict[str, msgspec.Raw] = _json(data, dict[str, msgspec.Raw], what)
+    if not _stand_once(data, found):
+        twice = _repeated_key(data)
+        raise RequestError(
+            f"the key '{twice}' stands twice in {what}; send it once", field=twice, expected="each key once", got=twice
+        )
+    return found
+
+
+def _stand_once(data: bytes, found: dict[str, msgspec.Raw]) -> bool:
+    """Whether valid JSON is an object of just these keys and values in this order. The parser keeps a repeated key at
+    its first place with its last value, so that the text then goes on otherwise. Values are compared, not parsed."""
+    place = _space_from(data, 0) + 1  # behind the brace
+    for turn, value in enumerate(found.values()):
+        key = _KEY.match(data, place + (turn > 0))  # behind the comma
+        text = bytes(value)
+        if key is None or not data.startswith(text, key.end()):
+            return False
+        place = _space_from(data, key.end() + len(text))
+    return data.startswith(b"}", _space_from(data, place))
+
+
+def _repeated_key(data: bytes) -> str:
+    """The first key that stands twice in a JSON object, or "" where Python's own parser stops at its values."""
+    try:
+        pairs = json.loads(data, object_pairs_hook=list, parse_int=str, parse_float=str)
+    except (ValueError, RecursionError):
+        return ""
+    return next((key for key, count in Counter(key for key, _ in pairs).items() if count > 1), "")
+
+
+def _space_from(data: bytes, place: int) -> int:
+    """The first place from `place` on that is no white space."""
+    found = _SPACE.match(data, place)
+    return found.end() if found else place
 
 
 def _json(data: bytes, kind: Any, what: str, field: str = "", expected: str = "") -> Any:

@@ -18,6 +18,7 @@ from deployer.errors import RequestError
 from deployer.protocol import (
     JSON,
     NPY,
+    _object,
     choose_answer,
     decode_answer,
     decode_request,
@@ -298,6 +299,45 @@ def test_what_cannot_be_accepted_is_406(accept: str, spec: ModelSpec) -> None:
     assert caught.value.http_status == 406
     if spec is TWO:
         assert "a, b" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"inputs": {"x": [[1, 2, 3]]}, "inputs": {"x": [[4, 5, 6]]}}', "inputs"),
+        (b'{"inputs": {"x": [1, 2, 3], "x": [1, 2, 3]}}', "x"),
+        (b'{"x": [1, 2, 3], "\\u0078": [4, 5, 6]}', "x"),
+        (b'{"x": [1, 2, 3], "y": 1, "x": [4, 5, 6]}', "x"),
+        (b'{"x": ' + b"9" * 5000 + b', "x": [4, 5, 6]}', "x"),
+        (b'{"x": ' + b"[" * 900 + b"]" * 900 + b', "x": [4, 5, 6]}', "x"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_by_name(body: bytes, key: str) -> None:
+    error = refusal(body)
+    assert error.http_status == 400
+    assert error.field == key
+    assert f"the key '{key}' stands twice" in str(error)
+
+
+@given(
+    document=st.dictionaries(
+        st.text(), st.recursive(st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists)
+    ),
+    indent=st.sampled_from([None, 0, 3]),
+    ascii_only=st.booleans(),
+    repeated=st.integers(0, 9),
+)
+@settings(deadline=None)
+def test_keys_that_stand_once_are_no_repetition(
+    document: dict[str, Any], indent: int | None, ascii_only: bool, repeated: int
+) -> None:
+    text = json.dumps(document, indent=indent, ensure_ascii=ascii_only)
+    assert {key: msgspec.json.decode(value) for key, value in _object(text.encode(), "it").items()} == document
+    if repeated < len(document):
+        key = list(document)[repeated]
+        again = f"{text.rstrip()[:-1]}, {json.dumps(key)}: 1}}".encode()
+        with pytest.raises(RequestError, match="stands twice in it"):
+            _object(again, "it")
 
 
 def test_json_is_preferred_where_npy_cannot_carry_the_outputs() -> None:
