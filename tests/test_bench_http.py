@@ -23,7 +23,8 @@ from deployer.bench.over_http import _row_notes, bench_url
 from deployer.bench.payloads import FirstAnswer, describe, make_traffic
 from deployer.bench.statistics import summarize
 from deployer.cli import cli
-from deployer.errors import GateError, SampleError, UsageError
+from deployer.client import predict
+from deployer.errors import SampleError, ServerError, UsageError
 from deployer.protocol import decode_request, encode_answer, npy_bytes
 from deployer.runtime import open_bundle
 from deployer.spec import Array
@@ -284,8 +285,8 @@ def test_nothing_right_is_no_data(request_file: Path) -> None:
     [
         (Reply(status=401, body=b"no token"), UsageError, "none was sent.*give --token-file"),
         (Reply(status=404, body=b"no model"), UsageError, "404: no model; check the model's name"),
-        (Reply(status=500, body=b"broken"), GateError, "answered 500: broken"),
-        (Reply(drop="before"), GateError, "is the server running"),
+        (Reply(status=500, body=b"broken"), ServerError, "answered 500: broken"),
+        (Reply(drop="before"), ServerError, "is the server running"),
     ],
 )
 def test_a_failed_first_request_ends_it(request_file: Path, reply: Reply, error: type[Exception], message: str) -> None:
@@ -297,8 +298,11 @@ def test_no_server(request_file: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/"
-        with pytest.raises(GateError, match="is the server running"):
+        with pytest.raises(ServerError, match="is the server running") as benched:
             bench_url(url, input_path=request_file)
+        with pytest.raises(ServerError) as predicted:
+            predict(url, request_file)
+    assert benched.value.exit_code == predicted.value.exit_code == 2
 
 
 def test_token_and_headers(request_file: Path, tmp_path: Path) -> None:

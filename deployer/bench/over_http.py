@@ -28,7 +28,7 @@ from deployer.bench.payloads import Checker, FirstAnswer, Traffic, describe, mak
 from deployer.bench.record import BenchReport, HttpRow, Warmup, command_line, environment
 from deployer.bench.statistics import is_steady, per_second, percentile, summarize
 from deployer.client import failure
-from deployer.errors import GateError, UsageError, first_line
+from deployer.errors import ServerError, UsageError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,9 @@ def bench_url(
     `timeout_s`      seconds until a request counts as timed out
     `warmup_max_s`   a row's warm-up ends there, or before that once latencies are steady
 
-    Raises UsageError or SampleError for bad input, a refused token or a request that the server calls bad, GateError
-    when a row's first request fails otherwise. Later failures and wrong answers are counted, and `passed` is False.
+    Raises UsageError or SampleError for bad input, a refused token or a request that the server calls bad, ServerError
+    when a row's first request fails otherwise (no server, a status of 500 or more). Later failures and wrong answers
+    are counted, and `passed` is False.
     """
     _check_url(url)
     traffic = make_traffic(bundle=bundle, input_path=input_path, body=body)
@@ -167,8 +168,8 @@ async def _first_request(sender: Sender, url: str, with_token: bool) -> Outcome:
     if first.failure == "status" and first.status is not None:
         answer = httpx.Response(first.status, content=first.body)
         said = f"{url}, first request: {failure(answer, with_token=with_token)}"
-        raise UsageError(said) if first.status < 500 else GateError(said)
-    raise GateError(
+        raise UsageError(said) if first.status < 500 else ServerError(said, status=first.status)
+    raise ServerError(
         f"{url} did not answer the first request ({first.failure}, {first.detail}); "
         "is the server running? `deployer serve` starts one"
     )
