@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deployer.checkpoint import Checkpoint
 from deployer.checkpoint.eager import run_eager
@@ -158,7 +160,9 @@ def test_a_batch_read_as_a_number_is_right_or_refused_never_frozen(tmp_path: Pat
         assert "fixes the dynamic axis 'batch' to 4" in bundle.manifest.details["notes"][0]
 
 
-def test_a_branch_on_values_is_scripted_by_torchscript_and_refused_elsewhere(tmp_path: Path) -> None:
+def test_a_branch_on_values_is_scripted_by_torchscript_and_refused_elsewhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = checkpoint_of(Branch)
     bundle, _ = export(checkpoint, Target("torchscript"), tmp_path)
     assert bundle.manifest.details == {"method": "script"}
@@ -168,6 +172,7 @@ def test_a_branch_on_values_is_scripted_by_torchscript_and_refused_elsewhere(tmp
     for name in ("exported", "onnx", "aoti"):
         with pytest.raises(ExportError, match="control flow that depends on tensor values"):
             export(checkpoint, Target(name), tmp_path)
+    assert "def forward" not in capfd.readouterr().err  # torch.export's half graph is for the debug log
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -276,6 +281,20 @@ def test_an_engine_is_for_a_gpu_and_says_so() -> None:
 def test_an_unknown_format_gets_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="did you mean 'onnx'"):
         get_format("onxx")
+
+
+@given(
+    limits=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), min_size=1, max_size=3),
+    fixed=st.lists(st.integers(1, 9), max_size=4),
+)
+def test_an_example_is_legal_and_has_one_entry_only_where_no_more_are(
+    limits: list[tuple[int, int]], fixed: list[int]
+) -> None:
+    dims = {f"d{i}": Dim(low, low + more, low + more) for i, (low, more) in enumerate(limits)}
+    spec = ModelSpec("m", (TensorSpec("x", "float32", (*dims, *fixed)),), dims=dims)
+    for name, size in example_sizes(spec).items():
+        assert dims[name].min <= size <= dims[name].max
+        assert size >= 2 or dims[name].max == 1
 
 
 def test_examples_have_two_rows_or_more_though_every_larger_size_is_taken() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +155,8 @@ def _export(job: ExportJob, mode: Mode) -> tuple[torch.export.ExportedProgram, l
     oblivious = torch.fx.experimental._config.patch(backed_size_oblivious=mode.size_oblivious)  # type: ignore[attr-defined]
     with watched_axes() as provenance, oblivious:
         try:
-            with torch.no_grad():
+            # torch.export prints the graph so far to stderr when it gives up, whatever its log level
+            with torch.no_grad(), redirect_stderr(io.StringIO()) as chatter:
                 program = torch.export.export(
                     Traceable(job.model, job.spec, rewrites),
                     example_tensors(job.spec, job.samples),
@@ -162,6 +165,8 @@ def _export(job: ExportJob, mode: Mode) -> tuple[torch.export.ExportedProgram, l
                 )
         except Exception as error:  # torch.export raises a dozen classes
             raise explain_export_error(error, job.spec, provenance) from error
+        finally:
+            log.debug("torch.export: %s", chatter.getvalue())
     if rewrites is not None and not rewrites.used:
         raise ExportError("nothing in the model was there to rewrite", reason="specialized_axis")
     return program, rewrites.used if rewrites else []
