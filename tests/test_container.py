@@ -25,6 +25,7 @@ from deployer.package import package
 from deployer.package.container import (
     build_context,
     build_image,
+    check_tag,
     default_base_image,
     default_tag,
     locked_versions,
@@ -232,8 +233,47 @@ def test_only_an_older_context_is_replaced(onnx_mar: Path, context: Path, tmp_pa
     assert (precious / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize(
+    "tag",
+    ["digits", "digits:1.0", "a/b/c:v1_2-3", "localhost:5000/digits", "Registry.example:5000/team/digits__x:A",
+     "[2001:db8::1]:5000/digits", "a--b.c_d", "digits:" + "x" * 128],
+)  # fmt: skip
+def test_names_of_images_are_taken(tag: str) -> None:
+    check_tag(tag)
+
+
+@pytest.mark.parametrize(
+    ("tag", "words"),
+    [
+        ("", "is no image name"),
+        ("Digits:1.0", "in small letters"),
+        ("digits:", "is no image name"),
+        ("digits:.1", "is no image name"),
+        ("digits:" + "x" * 129, "is no image name"),
+        ("-digits", "is no image name"),
+        ("--build-arg=x", "is no image name"),
+        ("a/../b", "is no image name"),
+        ("a//b", "is no image name"),
+        ("a___b", "is no image name"),
+        ("digits 1", "is no image name"),
+        ("digits:1.0\n", "is no image name"),
+        ("digits@sha256:" + "0" * 64, "is no image name"),
+        ("a" * 256, "256 characters"),
+    ],
+)
+def test_names_that_no_builder_takes_are_refused_before_any_work(
+    tag: str, words: str, onnx_mar: Path, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(command, [str(onnx_mar), "-o", str(tmp_path / "context"), f"--tag={tag}"])
+    assert isinstance(done.exception, UsageError)
+    assert words in str(done.exception)
+    assert not (tmp_path / "context").exists()
+
+
 def test_the_default_tag(digits_bundles: Mapping[str, Path], tmp_path: Path) -> None:
-    assert default_tag([write_mar(tmp_path / "a.mar", digits_bundles["onnx"], name="My_Model")]) == "my-model:1.0"
+    tag = default_tag([write_mar(tmp_path / "a.mar", digits_bundles["onnx"], name="My_Model")])
+    assert tag == "my-model:1.0"
+    check_tag(tag)
 
 
 def fake_builder(folder: Path, name: str, info: str, build: str = "exit 0") -> None:

@@ -30,11 +30,13 @@ def command(mars: tuple[Path, ...], output: Path, tag: str | None, base_image: s
     Where none of them works, the context stays and the exit code is 4. The server in the image takes requests on
     every address of its container, with the token; docs/security.md says how a client gets it.
     """
-    from deployer.package.container import build_context, build_image, default_tag
+    from deployer.package.container import build_context, build_image, check_tag, default_tag
 
+    if tag is not None:
+        check_tag(tag)
     with working("writing the build context"):
         context = build_context(mars, output, base_image=base_image)
-    tag = tag or default_tag(mars)
+    tag = default_tag(mars) if tag is None else tag
     if not as_json:
         out.print(f"context  {context}", markup=False, soft_wrap=True)
     builder = build_image(context, tag)

@@ -40,6 +40,13 @@ log = logging.getLogger(__name__)
 
 BUILDERS = ("docker", "podman", "buildah")
 _INFO_TIMEOUT_S = 20
+_NAME_LIMIT_CHARS = 255
+
+# the grammar of references of the OCI distribution project, without a digest, which no build can choose
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
+_HOST = rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[a-fA-F0-9:]+\])(?::[0-9]+)?"
+_PART = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
+_REFERENCE = re.compile(rf"(?P<name>(?:{_HOST}/)?{_PART}(?:/{_PART})*)(?::[\w][\w.-]{{0,127}})?", re.ASCII)
 _OWN_FILES = ("Dockerfile", "requirements.txt", "models")
 
 #: what `deployer serve` and TorchServe's worker import; a test holds this list to the code
@@ -106,6 +113,21 @@ def default_tag(mars: Sequence[str | Path]) -> str:
     return (
         f"{re.sub(r'[^a-z0-9]+', '-', first.name.lower()).strip('-')}:{re.sub(r'[^A-Za-z0-9.-]', '-', first.version)}"
     )
+
+
+def check_tag(tag: str) -> None:
+    """Hold an image's name to the grammar that all builders have. Raises UsageError naming the part that breaks it."""
+    found = _REFERENCE.fullmatch(tag)
+    if found is None:
+        hint = "; a name is in small letters" if _REFERENCE.fullmatch(tag.lower()) else ""
+        raise UsageError(
+            f"-t '{tag}' is no image name{hint}; [HOST[:PORT]/]NAME[:TAG] is expected, such as "
+            "registry.example:5000/team/digits:1.0"
+        )
+    if len(found["name"]) > _NAME_LIMIT_CHARS:
+        raise UsageError(
+            f"-t names an image by {len(found['name'])} characters, HOST included; {_NAME_LIMIT_CHARS} are allowed"
+        )
 
 
 def _read_all(mars: Sequence[str | Path]) -> list[_Served]:
