@@ -15,6 +15,7 @@ from deployer.bundle import MANIFEST, Manifest, read_bundle
 from deployer.checkpoint import build_model, describe_model
 from deployer.checkpoint.coverage import Coverage
 from deployer.checkpoint.folder import RECORD, read_record
+from deployer.checkpoint.keys import flat_parameters
 from deployer.checkpoint.sources import Opened, choose, open_source
 from deployer.checkpoint.weights import plan_set
 from deployer.errors import BundleError, CheckpointError, ModelError, first_line
@@ -109,6 +110,8 @@ def _inspect_source(opened: Opened, weights: str | None) -> Inspection:
     if opened.program is not None:
         facts |= opened.program.facts
         facts["as weights"] = opened.program.refusal or "yes, under these names"
+    if fault := flat_parameters(shown.weights):
+        facts["as weights"] = f"no: {fault}"
     if opened.step is not None:
         facts["step"] = opened.step
     if opened.aliases:

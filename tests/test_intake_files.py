@@ -27,6 +27,7 @@ from deployer.checkpoint.pickles import StandIn
 from deployer.checkpoint.sources import open_source, open_weights, read_weights
 from deployer.checkpoint.torch_file import read_torch_file
 from deployer.errors import CheckpointError, DeployerError
+from deployer.inspection import inspect
 from deployer.spec import Dim, ModelSpec, TensorSpec
 
 SPEC = ModelSpec("net", (TensorSpec("x", "float32", ("batch", 4)),), dims={"batch": Dim()}, batch="batch")
@@ -395,24 +396,26 @@ def test_integers_do_not_pass_for_weights(tmp_path: Path) -> None:
         load(tmp_path / "w.pt")
 
 
-def test_a_flat_shard_of_one_rank_is_named_and_refused(tmp_path: Path) -> None:
-    torch.save({"model": {"_fsdp_wrapped_module._flat_param": torch.ones(29)}, "epoch": 3}, tmp_path / "w.pt")
+@pytest.mark.parametrize("name", ["w.pt", "w.pt.rank1"])
+def test_a_flat_shard_of_one_rank_is_named_and_refused(tmp_path: Path, name: str) -> None:
+    torch.save({"model": {"_fsdp_wrapped_module._flat_param": torch.ones(29)}, "epoch": 3}, tmp_path / name)
     with pytest.raises(CheckpointError) as error:
-        load(tmp_path / "w.pt")
-    one_line(
-        error, "FSDP flat-parameter shard of one rank (keys _fsdp_wrapped_module._flat_param)",
-        "save a FULL state dict", "sharded-DCP",
-    )  # fmt: skip
+        load(tmp_path / name)
+    words = "FSDP flat-parameter shard of one rank (keys _fsdp_wrapped_module._flat_param)"
+    one_line(error, words, "save a FULL state dict", "sharded-DCP")
+    assert words in inspect(tmp_path / name).facts["as weights"]
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "w.pt.txt").write_text("how w.pt was made")
     (tmp_path / "x.distcp").write_bytes(b"PK\x03\x04")
     (tmp_path / "empty").mkdir()
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"epoch": 3}, tmp_path / "meta.pt")
     for name, words in (
         ("notes.txt", "no known checkpoint suffix"),
+        ("w.pt.txt", "no known checkpoint suffix"),
         ("x.distcp", "give its folder"),
         ("empty", "holds no checkpoint.json"),
         ("list.pt", "holds a list"),

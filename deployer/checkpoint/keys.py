@@ -35,15 +35,22 @@ class Fit:
         return {key: self.targets[key] for key in self.rules}
 
 
-def refuse_flat_parameters(keys: Collection[str], source: str) -> None:
-    """Raises CheckpointError for what one rank of FSDP saved for itself: a slice of all weights without their names."""
+def flat_parameters(keys: Collection[str]) -> str:
+    """What to say of the weights that one rank of FSDP saved for itself, a slice of all without their names; or ""."""
     flat = sorted(key for key in keys if key.rsplit(".", 1)[-1] in _FLAT)
-    if flat:
-        raise CheckpointError(
-            f"{source} is an FSDP flat-parameter shard of one rank (keys {', '.join(flat[:3])}), which holds neither "
-            "all weights nor their names; save a FULL state dict (get_model_state_dict with full_state_dict=True) or a "
-            "sharded-DCP one (torch.distributed.checkpoint), and give that"
-        )
+    if not flat:
+        return ""
+    return (
+        f"an FSDP flat-parameter shard of one rank (keys {', '.join(flat[:3])}), which holds neither all weights nor "
+        "their names; save a FULL state dict (get_model_state_dict with full_state_dict=True) or a sharded-DCP one "
+        "(torch.distributed.checkpoint), and give that"
+    )
+
+
+def refuse_flat_parameters(keys: Collection[str], source: str) -> None:
+    """Raises CheckpointError for one rank's flat parameters."""
+    if fault := flat_parameters(keys):
+        raise CheckpointError(f"{source} is {fault}")
 
 
 def fit_keys(keys: Collection[str], expected: Collection[str]) -> Fit:

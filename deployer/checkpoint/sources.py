@@ -29,6 +29,7 @@ from deployer.files import sha256_of
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pt2", ".onnx")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _LIGHTNING = ("pytorch-lightning_version", "hyper_parameters", "callbacks")
 
 
@@ -108,7 +109,7 @@ def open_source(path: Path, *, allow_globals: Collection[str] = (), trust_pickle
         raise CheckpointError(f"no checkpoint file '{path}'")
     if path.suffix == ".distcp":
         raise CheckpointError(f"'{path}' is one rank's part of a torch.distributed checkpoint; give its folder")
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in SUFFIXES and not _numbered(path):
         raise CheckpointError(f"'{path}' has no known checkpoint suffix; expected {', '.join(SUFFIXES)} or a folder")
     digest = sha256_of(path)
     if path.suffix == ".safetensors":
@@ -120,6 +121,17 @@ def open_source(path: Path, *, allow_globals: Collection[str] = (), trust_pickle
     if is_archive(path) and (program := read_program_archive(path)):
         return _from_program(path, program, digest)
     return _open_pickle(path, digest, allow_globals, trust_pickle)
+
+
+def _numbered(path: Path) -> bool:
+    """Whether a torch file's name goes on behind its suffix, as in `last.pt.rank1`, and it begins as such a file."""
+    if not any(suffix in _TORCH_SUFFIXES for suffix in path.suffixes[:-1]):
+        return False
+    try:
+        require_torch_file(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _from_program(path: Path, program: Program, digest: str) -> Opened:

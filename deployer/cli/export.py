@@ -207,8 +207,6 @@ def _finish(outcomes: Sequence[Outcome]) -> None:
     names = ", ".join(outcome.target.slug for outcome in outcomes if outcome.error is not None)
     if len(errors) < len(outcomes):
         raise SomeTargetsFailedError(f"{len(errors)} of {len(outcomes)} targets failed: {names}")
-    raise (
-        type(errors[0])(f"all targets failed: {names}")
-        if len({type(e) for e in errors}) == 1
-        else GateError(f"all targets failed: {names}")
-    )
+    alike = len({(type(error), error.reason) for error in errors}) == 1
+    kind, reason = (type(errors[0]), errors[0].reason) if alike else (GateError, "")
+    raise kind(f"all targets failed: {names}", reason=reason)
