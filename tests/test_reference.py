@@ -358,6 +358,32 @@ def test_a_declared_range_is_kept_and_tried(tmp_path: Path) -> None:
         reference_of(Embeds, ids_spec(low=0, high=11), IDS)
 
 
+class Share(nn.Module):
+    """Each row's share of its sum, and of nothing: NaN in rows of zeros, or everywhere."""
+
+    def __init__(self, *, everywhere: bool) -> None:
+        super().__init__()
+        self.everywhere = everywhere
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        rows = x * 0 if self.everywhere else x
+        return {"x": x, "share": rows / rows.sum(1, keepdim=True)}
+
+
+def test_an_output_of_nothing_but_nan_is_refused_and_some_nan_is_not() -> None:
+    spec = ModelSpec("share", (TensorSpec("x", "float32", ("batch", 3)),), dims=BATCH, batch="batch")
+    samples = {"x": np.array([[0, 0, 0], [1, 2, 3]], np.float32)}
+
+    def reference(*, everywhere: bool) -> Reference:
+        return make_reference(
+            load_checkpoint(model=f"{__file__}:Share", args={"everywhere": everywhere}, spec=spec, samples=samples)
+        )
+
+    assert np.isnan(reference(everywhere=False).outputs["samples"]["share"][0]).all()
+    with pytest.raises(ModelError, match="output 'share' is NaN everywhere"):
+        reference(everywhere=True)
+
+
 def test_an_index_error_must_stay_an_error() -> None:
     checkpoint = checkpoint_of(OneHot, ids_spec(), IDS)
     reference = make_reference(checkpoint)

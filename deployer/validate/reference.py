@@ -80,7 +80,7 @@ def make_reference(checkpoint: Checkpoint) -> Reference:
     """Check the eager model against itself and run it on every case.
 
     Raises GateError where it answers one input in two ways, carries state between calls, stays in train mode or is
-    built anew each time; ModelError where it does not run at a size that its spec claims.
+    built anew each time; ModelError where it does not run at a size that its spec claims, or answers NaN alone.
     """
     samples = checkpoint.samples
     model, fresh = checkpoint.build(), checkpoint.build()
@@ -91,6 +91,7 @@ def make_reference(checkpoint: Checkpoint) -> Reference:
     spec = with_id_ranges(model, checkpoint.spec, samples)
     log.info("running the eager model on %d cases", len(cases_for(spec)) + len(stress_cases(spec, samples)))
     ordinary = _ordinary_outputs(model, spec, samples)
+    _refuse_nothing_but_nan(ordinary)
     nudged = _nudged_noise(model, spec, samples, first.outputs)
     unstable = tuple(name for name, value in nudged.items() if not np.isfinite(value))
     nudged |= dict.fromkeys(unstable, 0.0)  # no measure, so nothing is loosened by it
@@ -122,6 +123,17 @@ def _ordinary_outputs(model: nn.Module, spec: ModelSpec, samples: Arrays) -> dic
         except DeployerError as error:
             raise ModelError(f"the eager model does not fit its own spec at {case.name}: {error}") from error
     return outputs
+
+
+def _refuse_nothing_but_nan(ordinary: Mapping[str, Arrays]) -> None:
+    """Raises ModelError for an output that is NaN everywhere in every ordinary case: any broken artifact equals it."""
+    for name in ordinary["samples"]:
+        arrays = [outputs[name] for outputs in ordinary.values() if outputs[name].size]
+        if arrays and all(array.dtype.kind == "f" and np.isnan(array).all() for array in arrays):
+            raise ModelError(
+                f"the eager model's output '{name}' is NaN everywhere, for every sample and at every size, so nothing "
+                "can be held to it; give other samples, or a checkpoint of before its training diverged"
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------- noise
