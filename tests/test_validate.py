@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from deployer.bundle import file_hashes, read_bundle, write_manifest
 from deployer.checkpoint import Checkpoint
+from deployer.cli.export import _finish
 from deployer.cli.validate import _print_table
 from deployer.errors import BundleError, GateError
 from deployer.export import export, export_all
@@ -244,6 +245,13 @@ def test_mixed_up_rows_are_seen(scale: tuple[Checkpoint, Reference]) -> None:
 def test_a_random_model_is_refused_before_any_comparison() -> None:
     with pytest.raises(GateError, match="not deterministic in eval mode"):
         make_reference(checkpoint_of(Noisy))
+
+
+def test_targets_that_fail_alike_end_with_their_common_reason(tmp_path: Path) -> None:
+    outcomes = export_all(checkpoint_of(Noisy), [Target("torchscript"), Target("exported")], tmp_path)
+    with pytest.raises(GateError, match="all targets failed") as caught:
+        _finish(outcomes)
+    assert caught.value.reason == "nondeterministic"
 
 
 def test_rows_that_depend_on_their_neighbours_are_found() -> None:

@@ -208,5 +208,6 @@ def _finish(outcomes: Sequence[Outcome]) -> None:
     if len(errors) < len(outcomes):
         raise SomeTargetsFailedError(f"{len(errors)} of {len(outcomes)} targets failed: {names}")
     alike = len({(type(error), error.reason) for error in errors}) == 1
-    kind, reason = (type(errors[0]), errors[0].reason) if alike else (GateError, "")
-    raise kind(f"all targets failed: {names}", reason=reason)
+    last = (type(errors[0]) if alike else GateError)(f"all targets failed: {names}")
+    last.reason = errors[0].reason if alike else ""
+    raise last
