@@ -173,3 +173,50 @@ def test_the_command_needs_the_checkpoint_and_prints_the_place(checkpoint: Check
     document = json.loads(done.stdout)
     assert document["departure"]["module"] == "left"
     assert document["passed"] is False
+
+
+class OutputNamedAsInput(nn.Module):
+    """The output `x` is written to the ONNX file under another name, since the input has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.left(x)
+        return {"x": self.right(hidden).tanh(), "hidden": hidden}
+
+
+@pytest.mark.parametrize("module", ["left", "right"])
+def test_an_output_named_as_an_input_is_in_nobodys_way(module: str, tmp_path: Path) -> None:
+    spec = ModelSpec(
+        "named", (TensorSpec("x", "float32", ("batch", 3)),), dims={"batch": Dim(1, 4, 8)}, batch="batch"
+    )  # fmt: skip
+    samples = {"x": np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)}
+    checkpoint = load_checkpoint(model=f"{__file__}:OutputNamedAsInput", spec=spec, samples=samples)
+    bundle = broken_bundle(checkpoint, "onnx", tmp_path, spoil_onnx(f"{module}.weight"))
+    found = localize(bundle.path, validate(bundle.path), checkpoint)
+    assert (found.module, found.operator) == (module, "aten::linear")
+
+
+def test_what_the_aoti_compiler_gets_wrong_is_found(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler whose tanh is a thousandth too large: too little to be compiled again, too much for the gate."""
+    compile_rightly = torch._inductor.aoti_compile_and_package
+
+    def compile_wrongly(program: torch.export.ExportedProgram, **options: Any) -> str:
+        wrong = {torch.ops.aten.tanh.default: lambda x: (x.exp() - (-x).exp()) / (x.exp() + (-x).exp()) * 1.001}
+        return str(compile_rightly(program.run_decompositions(wrong), **options))
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_wrongly)
+    with pytest.raises(DeployerError, match="failed the gate"):
+        export(checkpoint, Target("aoti"), tmp_path)
+    rejected = tmp_path / "net-aoti-fp32.rejected"
+    report = validate(rejected)
+    found = localize(rejected, report, checkpoint)
+    assert found.operator == "aten::tanh", str(found)
+    assert found.line.startswith(f"{Path(__file__).name}:")
+    assert "every operator exposed" in found.explanation
+    assert found.compared >= 5
