@@ -15,12 +15,23 @@ import httpx
 import msgspec
 import numpy as np
 
-from deployer.errors import DeployerError, RequestError, SampleError, ServerError, UsageError, first_line
-from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes
+from deployer.errors import DeployerError, RequestError, SampleError, ServerError, UsageError, first_line, nearest
+from deployer.protocol import JSON, NPY, NPZ, SAFETENSORS, Encoded, decode_answer, encode_request, oip
 from deployer.samples import read_samples
 from deployer.spec import Array, Arrays
 
 TIMEOUT_S = 60.0
+
+#: how named arrays are sent: name of the form → kind of `protocol.encode_request`
+BODIES = {
+    "json": JSON,
+    "npy": NPY,
+    "npz": NPZ,
+    "safetensors": SAFETENSORS,
+    "oip": "oip",
+    "oip-binary": "oip-binary",
+}
+_OF_FILE = {".npy": "npy", ".npz": "npz", ".safetensors": "safetensors"}
 
 
 @dataclass(frozen=True)
@@ -40,41 +51,50 @@ def predict(
     token: str | None = None,
     accept: str = JSON,
     timeout_s: float = TIMEOUT_S,
+    body: str | None = None,
 ) -> Answer:
     """Send one request and parse the answer.
 
-    `inputs` are named arrays (sent as JSON), one array (sent as .npy), or a file: .npy and .json are sent as they are,
-    .npz and .safetensors as JSON. `accept` application/x-npy asks for the sole output bit by bit.
+    `inputs` are named arrays, one array, or a file. `body` is one of BODIES; None sends named arrays as JSON, one array
+    as .npy, .npy, .npz and .safetensors files as such, and .json files always as they are. `accept`
+    application/x-npy asks for the sole output bit by bit, application/x-npz for all.
     Raises SampleError for a file that cannot be read, UsageError for a URL that is none, RequestError for a request
     that the server refused, ServerError for everything else.
     """
-    body, content_type = encode(inputs)
-    headers = {"Content-Type": content_type, "Accept": accept}
+    request = encode(inputs, body)
+    headers = {"Content-Type": request.content_type, "Accept": accept, **request.headers}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    response = _post(url, body, headers, timeout_s)
+    response = _post(url, request.body, headers, timeout_s)
     if response.status_code != 200:
-        raise failure(response, len(body), with_token=bool(token))
+        raise failure(response, len(request.body), with_token=bool(token))
     try:
-        answer = decode_answer(response.content, response.headers.get("content-type", ""))
+        header_bytes = oip.header_length(response.headers.get(oip.HEADER_LENGTH, ""))
+        answer = decode_answer(response.content, response.headers.get("content-type", ""), header_bytes)
     except RequestError as error:
         raise ServerError(f"{url} answered with something else than a result: {error}", status=200) from error
     return Answer(answer["outputs"], str(answer.get("model", "")), str(answer.get("version", "")), answer.get("labels"))
 
 
-def encode(inputs: Arrays | Array | str | Path) -> tuple[bytes, str]:
-    """The body of a request and its content type. Raises SampleError."""
+def encode(inputs: Arrays | Array | str | Path, body: str | None = None) -> Encoded:
+    """A request and its headers; `body` as in `predict`. Raises SampleError, UsageError."""
+    if body is not None and body not in BODIES:
+        raise UsageError(f"--body {body} is unknown{nearest(body, BODIES)}")
     if isinstance(inputs, str | Path):
         path = Path(inputs)
         if path.suffix.lower() == ".json":
-            return _read_json(path), JSON
+            if body not in (None, "json"):
+                raise UsageError(f"'{path}' is sent as it is, which --body {body} contradicts; give an .npz file")
+            return Encoded(_read_json(path), JSON)
         inputs = read_samples(path)
-        if list(inputs) == [""]:
-            inputs = inputs[""]
+        body = body or _OF_FILE.get(path.suffix.lower())
     if isinstance(inputs, np.ndarray):
-        return npy_bytes(inputs), NPY
+        inputs = {"": inputs}
+        body = body or "npy"
+    if list(inputs) == [""] and body != "npy":
+        raise UsageError(f"a lone array has no input's name, which --body {body} needs; give an .npz file")
     try:
-        return encode_inputs(inputs), JSON
+        return encode_request(inputs, BODIES[body or "json"])
     except RequestError as error:
         raise SampleError(str(error)) from error
 

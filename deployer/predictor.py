@@ -11,8 +11,8 @@ fault stays with the request that caused it. Adapters to servers (`handlers/`) s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from deployer.bundle import read_bundle
 from deployer.errors import RequestError, first_line
-from deployer.protocol import JSON, Decoded, choose_answer, decode_request, encode_answer, encode_error
+from deployer.protocol import JSON, Decoded, choose_answer, decode_request, encode_error, oip, respond
 from deployer.runtime import Runner, open_bundle
 from deployer.spec import Array, Arrays
 
@@ -34,16 +34,20 @@ class Request:
     body: bytes | bytearray | memoryview
     content_type: str = ""
     accept: str = ""
+    #: the header of the Open Inference Protocol's binary part, as it came; "" without it
+    header_length: str = ""
 
 
 @dataclass(frozen=True)
 class Response:
-    """One answer. `run_requests` is the number of requests that shared the model run behind it (0: none was made)."""
+    """One answer. `run_requests` is the number of requests that shared the model run behind it (0: none was made);
+    `headers` are those that the body needs beside its content type."""
 
     status: int
     body: bytes
     content_type: str = JSON
     run_requests: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,9 @@ class Predictor:
     def _check(self, index: int, request: Request) -> _Work | Response:
         try:
             kind = choose_answer(request.accept, self.spec)
-            decoded = decode_request(request.body, request.content_type, self.spec)
+            decoded = decode_request(
+                request.body, request.content_type, self.spec, oip.header_length(request.header_length)
+            )
         except RequestError as error:
             return _refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever a body does to a parser, its neighbours are answered
@@ -156,8 +162,8 @@ class Predictor:
             start += work.rows
             if work.decoded.one_item:
                 own = self._without_batch_axis(own)
-            body = encode_answer(own, self.spec, work.answer_kind)
-            responses[work.index] = Response(200, body, work.answer_kind, len(run))
+            made = respond(own, self.spec, work.answer_kind, work.decoded.ask)
+            responses[work.index] = Response(200, made.body, made.content_type, len(run), made.headers)
         return responses
 
     def _stacked(self, run: Sequence[_Work]) -> Arrays:

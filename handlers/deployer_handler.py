@@ -30,6 +30,8 @@ class DeployerHandler:
             context.set_response_status(response.status, HTTPStatus(response.status).phrase, idx=index)
             context.set_response_content_type(index, response.content_type)
             context.set_response_header(index, "x-deployer-run-requests", str(response.run_requests))
+            for name, value in response.headers.items():
+                context.set_response_header(index, name, value)
         return [response.body for response in responses]
 
     def _request(self, item: dict[str, Any], index: int, context: Any) -> Request:
@@ -45,4 +47,9 @@ class DeployerHandler:
             body = body.encode()
         elif not isinstance(body, bytes | bytearray):
             body = json.dumps(body).encode()
-        return Request(body, headers.get("content-type", ""), headers.get("accept", ""))
+        return Request(
+            body,
+            headers.get("content-type", ""),
+            headers.get("accept", ""),
+            headers.get("inference-header-content-length", ""),
+        )

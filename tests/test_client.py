@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 from deployer.cli.predict import command
 from deployer.client import encode, predict
 from deployer.errors import DeployerError, RequestError, SampleError, ServerError, UsageError
-from deployer.protocol import JSON, NPY, encode_error, npy_bytes, parse_npy
+from deployer.protocol import JSON, NPY, NPZ, SAFETENSORS, Encoded, encode_error, npy_bytes, parse_npy
 
 OUTPUTS = {"model": "m", "version": "2", "outputs": {"y": [[1.5, None]], "n": [7]}, "labels": {"y": ["cat"]}}
 
@@ -88,10 +90,27 @@ def test_files_of_every_kind_become_bodies(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", array)
     np.savez(tmp_path / "a.npz", x=array, flag=np.array(True))
     (tmp_path / "a.json").write_text(' {"x": [0, 1, 2]} ')
-    assert encode(tmp_path / "a.npy") == (npy_bytes(array), NPY)
-    body, content_type = encode(tmp_path / "a.npz")
-    assert (json.loads(body), content_type) == ({"inputs": {"x": [0, 1, 2], "flag": True}}, JSON)
-    assert encode(str(tmp_path / "a.json")) == (b' {"x": [0, 1, 2]} ', JSON)
+    assert encode(tmp_path / "a.npy") == Encoded(npy_bytes(array), NPY)
+    sent = encode(tmp_path / "a.npz")
+    assert sent.content_type == NPZ
+    with np.load(io.BytesIO(sent.body)) as arrays:
+        assert {name: arrays[name].tolist() for name in arrays} == {"x": [0, 1, 2], "flag": True}
+    sent = encode(tmp_path / "a.npz", "json")
+    assert (json.loads(sent.body), sent.content_type) == ({"inputs": {"x": [0, 1, 2], "flag": True}}, JSON)
+    save_file({"x": array}, tmp_path / "a.safetensors")
+    assert encode(tmp_path / "a.safetensors").content_type == SAFETENSORS
+    assert encode(str(tmp_path / "a.json")) == Encoded(b' {"x": [0, 1, 2]} ', JSON)
+    document = json.loads(encode(tmp_path / "a.npz", "oip").body)
+    assert document["inputs"][0] == {"name": "x", "shape": [3], "datatype": "INT64", "data": [0, 1, 2]}
+
+
+@pytest.mark.parametrize(("name", "body"), [("a.json", "npz"), ("a.npy", "json"), ("a.npz", "xml")])
+def test_forms_that_do_not_go_with_a_file_are_refused(tmp_path: Path, name: str, body: str) -> None:
+    np.save(tmp_path / "a.npy", np.arange(3))
+    np.savez(tmp_path / "a.npz", x=np.arange(3))
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(UsageError, match=body):
+        encode(tmp_path / name, body)
 
 
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
@@ -105,7 +124,7 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
         with pytest.raises(SampleError, match=name):
             encode(tmp_path / name)
     with pytest.raises(SampleError, match=r"'x' holds NaN.*\.npy"):
-        encode(tmp_path / "nan.npz")
+        encode(tmp_path / "nan.npz", "json")
 
 
 @pytest.mark.parametrize(

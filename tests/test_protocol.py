@@ -18,7 +18,6 @@ from deployer.errors import RequestError
 from deployer.protocol import (
     JSON,
     NPY,
-    _object,
     choose_answer,
     decode_answer,
     decode_request,
@@ -28,6 +27,7 @@ from deployer.protocol import (
     npy_bytes,
     parse_npy,
 )
+from deployer.protocol.json_text import parse_object
 from deployer.spec import DTYPES, Array, Dim, ModelSpec, TensorSpec
 
 DIMS = {"batch": Dim(1, 4, 8), "length": Dim(1, 4, 6)}
@@ -332,12 +332,12 @@ def test_keys_that_stand_once_are_no_repetition(
     document: dict[str, Any], indent: int | None, ascii_only: bool, repeated: int
 ) -> None:
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only)
-    assert {key: msgspec.json.decode(value) for key, value in _object(text.encode(), "it").items()} == document
+    assert {key: msgspec.json.decode(value) for key, value in parse_object(text.encode(), "it").items()} == document
     if repeated < len(document):
         key = list(document)[repeated]
         again = f"{text.rstrip()[:-1]}, {json.dumps(key)}: 1}}".encode()
         with pytest.raises(RequestError, match="stands twice in it"):
-            _object(again, "it")
+            parse_object(again, "it")
 
 
 def test_json_is_preferred_where_npy_cannot_carry_the_outputs() -> None:

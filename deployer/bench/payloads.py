@@ -79,7 +79,7 @@ def _read_input(path: Path, body: str | None, name: str) -> tuple[bytes, str]:
     if path.suffix.lower() == ".json":
         if body == "npy":
             raise UsageError(f"'{path}' is sent as it is, which --body npy contradicts; give an .npy or .npz file")
-        return encode(path)[0], "json"
+        return encode(path).body, "json"
     arrays = read_samples(path)
     if list(arrays) == [""]:
         if body == "json" and not name:
@@ -92,7 +92,7 @@ def _encode(arrays: Arrays, body: str) -> bytes:
     """Raises SampleError for values that JSON cannot carry, UsageError for several inputs in npy."""
     if body == "npy" and len(arrays) != 1:
         raise UsageError(f"--body npy carries one input, not {len(arrays)} ({', '.join(arrays)}); use --body json")
-    return encode(next(iter(arrays.values())) if body == "npy" else arrays)[0]
+    return encode(next(iter(arrays.values())) if body == "npy" else arrays).body
 
 
 def _from_bundle(path: Path, input_path: Path | None, body: str | None) -> Traffic:

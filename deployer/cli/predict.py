@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     help="File that holds the bearer token.",
 )
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Save the outputs: .npy (bit by bit), .npz, .json."
+    "-o", "--output", type=click.Path(path_type=Path), help="Save the outputs: .npy or .npz (bit by bit), .json."
 )
 @click.option(
     "--timeout-s",
@@ -37,23 +37,33 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds until it must be answered.",
 )
+@click.option(
+    "--body", metavar="FORM", help="json, npy, npz, safetensors, oip or oip-binary.  [default: as the file is]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    url: str, input_path: Path, token_file: Path | None, output: Path | None, timeout_s: float, as_json: bool
+    url: str,
+    input_path: Path,
+    token_file: Path | None,
+    output: Path | None,
+    timeout_s: float,
+    body: str | None,
+    as_json: bool,
 ) -> None:
     """Send one request to the model at URL; print its answer, or save it.
 
-    A .npy file is the sole input; a .npz holds inputs by name; a .json file is sent as it is.
+    A .npy file is the sole input; .npz and .safetensors hold inputs by name; a .json file is sent as it is. With --body
+    oip or oip-binary the request is one of the Open Inference Protocol.
     """
     from deployer.client import predict
-    from deployer.protocol import JSON, NPY
+    from deployer.protocol import JSON, NPY, NPZ
 
     suffix = output.suffix.lower() if output is not None else ""
     if output is not None and suffix not in (".npy", ".npz", ".json"):
         raise UsageError(f"-o {output}: a name that ends in .npy, .npz or .json is expected")
     token = _read_token(token_file) if token_file is not None else None
-    accept = NPY if suffix == ".npy" else JSON
-    answer = predict(url, input_path, token=token, accept=accept, timeout_s=timeout_s)
+    accept = {".npy": NPY, ".npz": NPZ}.get(suffix, JSON)
+    answer = predict(url, input_path, token=token, accept=accept, timeout_s=timeout_s, body=body)
     if output is not None:
         _save(answer, output)
     if as_json:
