@@ -30,7 +30,8 @@ from deployer.errors import BundleError, GateError, MachineError, RequestError, 
 from deployer.export import export
 from deployer.formats import Target
 from deployer.package import package
-from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes
+from deployer.protocol import JSON, KINDS, NPY, decode_answer, encode_inputs, encode_request, npy_bytes
+from deployer.protocol.oip import HEADER_LENGTH
 from deployer.serve import Server
 from deployer.serve.config import registration_failure, worker_failure
 from deployer.serve.java import find_java, java_version
@@ -116,6 +117,36 @@ class Ask:
     field: str = ""
     said: str = ""
     status: int = 400
+
+
+@pytest.mark.parametrize("form", [*KINDS, "oip", "oip-binary"])
+def test_every_form_of_body_gets_the_same_answer(
+    server: Server, digits_checkpoint: Checkpoint, digits_images: Array, form: str
+) -> None:
+    """On TorchServe's own route and on that of the Open Inference Protocol, through Java, bit by bit."""
+    images = {"image": digits_images[:3]}
+    logits = run_eager(digits_checkpoint.build(), digits_checkpoint.spec, images)["logits"]
+    sent = encode_request(images, form)
+    accept = form if form in KINDS else ""
+    for path in ("/predictions/digits/1.0", "/v2/models/digits/infer"):
+        response = httpx.post(
+            server.inference_url + path,
+            content=sent.body,
+            headers={**headers(server, sent.content_type, accept), **sent.headers},
+            timeout=60,
+        )
+        assert response.status_code == 200, response.text
+        length = response.headers.get(HEADER_LENGTH)
+        assert (length is not None) == (form == "oip-binary")
+        content_type = response.headers["content-type"]
+        [got] = decode_answer(response.content, content_type, int(length) if length else None)["outputs"].values()
+        np.testing.assert_allclose(got, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_health_of_the_open_inference_protocol(server: Server) -> None:
+    for path in ("live", "ready"):
+        answer = httpx.get(f"{server.inference_url}/v2/health/{path}", headers=headers(server), timeout=60)
+        assert (answer.status_code, answer.json()) == (200, {path: True})
 
 
 def mixed_requests(images: Array, logits: Array) -> list[Ask]:

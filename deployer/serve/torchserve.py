@@ -294,6 +294,7 @@ class Server:
             if not name.startswith("TS_") and name not in _OFF_ENVIRONMENT
         }
         environment |= {"TEMP": str(folder / "tmp"), "TMPDIR": str(folder / "tmp"), "JAVA_HOME": str(java)}
+        environment["TS_OPEN_INFERENCE_PROTOCOL"] = "oip"  # opens the routes /v2/…; the bodies are the handler's
         log.info("starting TorchServe")
         with (folder / "logs" / "console.log").open("wb") as console:
             self._process = subprocess.Popen(
