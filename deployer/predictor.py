@@ -20,7 +20,8 @@ import numpy as np
 
 from deployer.bundle import read_bundle
 from deployer.errors import RequestError, first_line
-from deployer.protocol import JSON, Decoded, choose_answer, decode_request, encode_error, oip, respond
+from deployer.hooks import HookRequest, Hooks
+from deployer.protocol import JSON, Decoded, check_arrays, choose_answer, decode_request, encode_error, oip, respond
 from deployer.runtime import Runner, open_bundle
 from deployer.spec import Array, Arrays
 
@@ -36,6 +37,8 @@ class Request:
     accept: str = ""
     #: the header of the Open Inference Protocol's binary part, as it came; "" without it
     header_length: str = ""
+    #: False: read and answered as usual, whatever hooks there are
+    hooks: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,29 +55,39 @@ class Response:
 
 @dataclass(frozen=True)
 class _Work:
-    """A checked request: where its answer goes, its arrays, its number of rows along the batch axis."""
+    """A checked request: where its answer goes, its arrays, its number of rows along the batch axis; `hooked` says that
+    the user's postprocess answers it."""
 
     index: int
     decoded: Decoded
     answer_kind: str
     rows: int
+    hooked: bool = False
 
 
 class Predictor:
     """An open bundle that answers requests. A context manager; one thread at a time."""
 
-    def __init__(self, runner: Runner, *, batch_independent: bool) -> None:
+    def __init__(self, runner: Runner, *, batch_independent: bool, hooks: Hooks | None = None) -> None:
         self._runner = runner
+        self._hooks = hooks
         self.spec = runner.spec
         #: requests share runs: every tensor has the batch axis, and the gate saw no row influence another
         self.stacks = runner.spec.stackable and batch_independent
 
     @classmethod
-    def open(cls, bundle_folder: str | Path, threads: int | None = None) -> Predictor:
+    def open(
+        cls, bundle_folder: str | Path, threads: int | None = None, hooks_file: str | Path | None = None
+    ) -> Predictor:
         """Verify and open a bundle with `threads` compute threads, and run its samples once: what compiles or allocates
-        on first use has done so when this returns. Raises BundleError, IntegrityError, MachineError."""
+        on first use has done so when this returns. `hooks_file` is the user's (`deployer.hooks`).
+
+        Raises BundleError, IntegrityError, MachineError; ModelError, UsageError for the hooks file.
+        """
+        hooks = Hooks.load(hooks_file) if hooks_file is not None else None
         bundle = read_bundle(bundle_folder)
-        predictor = cls(open_bundle(bundle, threads=threads), batch_independent=bundle.manifest.batch_independent)
+        independent = bundle.manifest.batch_independent
+        predictor = cls(open_bundle(bundle, threads=threads), batch_independent=independent, hooks=hooks)
         predictor._warm_up(bundle.samples()[0])
         return predictor
 
@@ -114,15 +127,25 @@ class Predictor:
 
     def _check(self, index: int, request: Request) -> _Work | Response:
         try:
-            kind = choose_answer(request.accept, self.spec)
-            decoded = decode_request(
-                request.body, request.content_type, self.spec, oip.header_length(request.header_length)
-            )
+            decoded, hooked = self._decode(request)
+            kind = JSON if hooked else choose_answer(request.accept, self.spec)
         except RequestError as error:
             return _refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever a body does to a parser, its neighbours are answered
             return _server_fault(error)
-        return _Work(index, decoded, kind, decoded.sizes.get(self.spec.batch or "", 1))
+        return _Work(index, decoded, kind, decoded.sizes.get(self.spec.batch or "", 1), hooked)
+
+    def _decode(self, request: Request) -> tuple[Decoded, bool]:
+        """A request's arrays, and whether the user's postprocess answers it."""
+        hooks = self._hooks if request.hooks else None
+        if hooks is not None and hooks.preprocess is not None:
+            arrays = hooks.arrays(HookRequest(bytes(request.body), request.content_type, request.accept))
+            if arrays is not None:
+                return check_arrays(arrays, self.spec), hooks.postprocess is not None
+        decoded = decode_request(
+            request.body, request.content_type, self.spec, oip.header_length(request.header_length)
+        )
+        return decoded, hooks is not None and hooks.preprocess is None
 
     def _runs(self, works: Sequence[_Work]) -> list[list[_Work]]:
         """Requests that share a run: equal sizes of every other Dim, together no more rows than the batch Dim's max.
@@ -162,9 +185,18 @@ class Predictor:
             start += work.rows
             if work.decoded.one_item:
                 own = self._without_batch_axis(own)
-            made = respond(own, self.spec, work.answer_kind, work.decoded.ask)
-            responses[work.index] = Response(200, made.body, made.content_type, len(run), made.headers)
+            responses[work.index] = self._respond(work, own, len(run))
         return responses
+
+    def _respond(self, work: _Work, outputs: Arrays, run_requests: int) -> Response:
+        if work.hooked and self._hooks is not None:
+            try:
+                made = self._hooks.answer(outputs)
+            except Exception as error:  # noqa: BLE001 - user code may raise anything; its neighbours are answered
+                return _server_fault(error, "postprocess")
+        else:
+            made = respond(outputs, self.spec, work.answer_kind, work.decoded.ask)
+        return Response(200, made.body, made.content_type, run_requests, made.headers)
 
     def _stacked(self, run: Sequence[_Work]) -> Arrays:
         if len(run) == 1:
@@ -195,7 +227,7 @@ def _refusal(error: RequestError) -> Response:
     return Response(error.http_status, body)
 
 
-def _server_fault(error: BaseException) -> Response:
-    message = f"the model failed on this request with {type(error).__name__}: {first_line(error)}"
+def _server_fault(error: BaseException, who: str = "the model") -> Response:
+    message = f"{who} failed on this request with {type(error).__name__}: {first_line(error)}"
     log.warning("%s", message)
     return Response(500, encode_error(message))

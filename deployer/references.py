@@ -54,6 +54,16 @@ def load_reference(reference: str, folder: Path | None = None) -> Callable[..., 
     return target  # type: ignore[no-any-return]
 
 
+def load_module(path: Path) -> ModuleType:
+    """Import a Python file. Raises ModelError naming it."""
+    try:
+        return _import_file(path)
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"importing '{path}' failed with {type(error).__name__}: {first_line(error)}") from error
+
+
 def source_sha256(reference: str, folder: Path | None = None) -> str:
     """Hex sha256 of the Python file that `reference` lives in; "" for code without a file."""
     source, _ = split_reference(reference)
@@ -79,7 +89,7 @@ def _import_module(source: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise ModelError(f"no file '{path}'; give the path of the Python file that holds the model")
+        raise ModelError(f"no file '{path}'; give the path of a Python file")
     # The name carries the content's hash: an edited file is imported anew, two `model.py` never mix.
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:12]
     name = f"{path.stem}_{digest}"

@@ -21,7 +21,10 @@ class DeployerHandler:
         logging.getLogger().setLevel(logging.WARNING)
         settings = (context.model_yaml_config or {}).get("deployer", {})
         bundle = Path(context.system_properties["model_dir"]) / "bundle"
-        self.predictor = Predictor.open(bundle, threads=settings.get("intra_op_threads"))
+        hooks = bundle.with_name("hooks") / "main.py"
+        self.predictor = Predictor.open(
+            bundle, settings.get("intra_op_threads"), hooks_file=hooks if hooks.is_file() else None
+        )
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:
         """One body per request, in order; status and content type are set per request."""
@@ -52,4 +55,5 @@ class DeployerHandler:
             headers.get("content-type", ""),
             headers.get("accept", ""),
             headers.get("inference-header-content-length", ""),
+            hooks=headers.get("x-deployer-hooks", "").lower() != "off",
         )

@@ -26,6 +26,7 @@ ORDER = [
     "validate",
     "export",
     "protocol",
+    "hooks",
     "predictor",
     "package",
     "client",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from deployer.cli.console import emit_json, make_table, out, working
+from deployer.errors import UsageError
 
 
 @click.command("package")
@@ -30,6 +31,23 @@ from deployer.cli.console import emit_json, make_table, out, working
 @click.option(
     "--allow-unexecuted", is_flag=True, help="Package an engine that was built and, without a GPU, never executed."
 )
+@click.option(
+    "--handler", type=click.Path(path_type=Path), help="Python file with preprocess and postprocess (docs/hooks.md)."
+)
+@click.option(
+    "--handler-file",
+    "handler_files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A file that it reads or imports beside itself, e.g. tokenizer.json; repeatable.",
+)
+@click.option(
+    "--handler-requirement",
+    "handler_requirements",
+    multiple=True,
+    metavar="REQUIREMENT",
+    help="What it needs installed in the container, e.g. pillow; repeatable.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     bundle: Path,
@@ -39,6 +57,9 @@ def command(
     workers: int | None,
     output: Path,
     allow_unexecuted: bool,
+    handler: Path | None,
+    handler_files: tuple[Path, ...],
+    handler_requirements: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Make a package (for TorchServe a .mar) of BUNDLE, which must have passed the gate.
@@ -47,13 +68,16 @@ def command(
     does before it takes its name.
     """
     from deployer.files import sha256_of
-    from deployer.package import package
+    from deployer.package import HookFiles, package
     from deployer.package.torchserve import read_mar, read_settings
 
+    if handler is None and (handler_files or handler_requirements):
+        raise UsageError("--handler-file and --handler-requirement go with --handler")
+    hooks = HookFiles(handler, handler_files, handler_requirements) if handler is not None else None
     with working(f"packaging {bundle}"):
         path = package(
             bundle, engine=engine, output=output, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms,
-            workers=workers, allow_unexecuted=allow_unexecuted,
+            workers=workers, allow_unexecuted=allow_unexecuted, hooks=hooks,
         )  # fmt: skip
     mar = read_mar(path)
     settings = read_settings(mar)
@@ -70,6 +94,7 @@ def command(
         "intra_op_threads": settings.intra_op_threads,
         "max_request_bytes": settings.max_request_bytes,
         "max_response_bytes": settings.max_response_bytes,
+        "handler": str(handler) if handler is not None else None,
     }
     if as_json:
         emit_json({"schema_version": 1, **facts})

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from packaging.requirements import InvalidRequirement, Requirement
+
 from deployer.bundle import Bundle, read_bundle
-from deployer.errors import GateError, UsageError, nearest
+from deployer.errors import GateError, UsageError, first_line, nearest
 from deployer.package import torchserve
-from deployer.package.record import Engine
+from deployer.package.mar import HOOKS_MAIN, HOOKS_REQUIREMENTS
+from deployer.package.record import Engine, HookFiles
 from deployer.package.settings import Settings, choose_settings
 
-__all__ = ["ENGINES", "Engine", "Settings", "get_engine", "package"]
+__all__ = ["ENGINES", "Engine", "HookFiles", "Settings", "get_engine", "package"]
 
 ENGINES: dict[str, Engine] = {record.name: record for record in (torchserve.ENGINE,)}
 
@@ -34,12 +37,15 @@ def package(
     max_batch_delay_ms: int | None = None,
     workers: int | None = None,
     allow_unexecuted: bool = False,
+    hooks: HookFiles | None = None,
 ) -> Path:
     """Package a bundle that has passed the gate; returns the path of the package, which is there whole or not at all.
 
     `batch_size` requests at most share a run (default: the batch Dim's typical size, 1 where requests cannot share
     one), the first of them waits `max_batch_delay_ms` at most (default 2). `workers` processes (default 2, on a single
     core 1) divide the cores of this machine among them.
+
+    `hooks` are the user's pre- and postprocessing, tried on their own samples before the package takes its name.
 
     A bundle whose artifact was built and never executed (`manifest.executed`) needs `allow_unexecuted`.
 
@@ -48,6 +54,8 @@ def package(
     """
     record = get_engine(engine)
     record.check_machine()
+    if hooks is not None:
+        _check_hooks(hooks)
     opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     if not opened.manifest.passed:
         raise GateError(f"'{opened.path}' has not passed the gate; `deployer validate` shows why, export it again")
@@ -60,4 +68,22 @@ def package(
     settings = choose_settings(
         opened.manifest, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms, workers=workers
     )
-    return record.package(opened, settings, Path(output))
+    return record.package(opened, settings, Path(output), hooks)
+
+
+def _check_hooks(hooks: HookFiles) -> None:
+    """What can be seen without running them. Raises UsageError."""
+    reserved = {HOOKS_MAIN: hooks.main, HOOKS_REQUIREMENTS: None}
+    if not hooks.main.is_file() or hooks.main.suffix != ".py":
+        raise UsageError(f"--handler '{hooks.main}' is no Python file; give one with preprocess and postprocess in it")
+    for path in hooks.extra:
+        if not path.is_file():
+            raise UsageError(f"--handler-file '{path}' is no file")
+        if path.name in reserved:
+            raise UsageError(f"--handler-file '{path}': the name {path.name} is taken; rename it")
+        reserved[path.name] = path
+    for line in hooks.requirements:
+        try:
+            Requirement(line)
+        except InvalidRequirement as error:
+            raise UsageError(f"--handler-requirement '{line}' is no requirement: {first_line(error)}") from error

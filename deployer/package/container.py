@@ -34,7 +34,7 @@ from deployer.errors import BundleError, MachineError, UsageError
 from deployer.files import publish_folder, staged_folder
 from deployer.formats import get_format
 from deployer.package import get_engine
-from deployer.package.mar import BUNDLE_FOLDER, Mar, read_mar
+from deployer.package.mar import BUNDLE_FOLDER, HOOKS_FOLDER, HOOKS_REQUIREMENTS, Mar, read_mar
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def build_context(
     served = _read_all(mars)
     final = Path(output)
     _check_replaceable(final)
-    pins = locked_versions([*_SERVING, *_runtime_distributions(served)])
+    pins = locked_versions([*_SERVING, *_runtime_distributions(served), *_hook_requirements(served)])
     with staged_folder(final) as staging:
         (staging / "Dockerfile").write_text(_dockerfile(base_image or default_base_image()))
         (staging / "requirements.txt").write_text(_requirements(pins))
@@ -185,6 +185,16 @@ def _runtime_distributions(served: Iterable[_Served]) -> list[str]:
         record.check_machine(to_run=True, builder=builder)
         for module in record.builder(builder).run_modules:
             found.update(owners.get(module, ()))
+    return sorted(found)
+
+
+def _hook_requirements(served: Iterable[_Served]) -> list[str]:
+    """The names of what the user's hooks need; the versions of this environment, where they were tried, are pinned."""
+    name = f"{HOOKS_FOLDER}/{HOOKS_REQUIREMENTS}"
+    found: set[str] = set()
+    for entry in served:
+        if name in entry.mar.entries:
+            found.update(Requirement(line).name for line in entry.mar.read(name).decode().splitlines() if line.strip())
     return sorted(found)
 
 

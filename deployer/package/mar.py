@@ -21,6 +21,9 @@ from deployer.errors import BundleError, first_line
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 BUNDLE_FOLDER = "bundle"
+HOOKS_FOLDER = "hooks"
+HOOKS_MAIN = "main.py"
+HOOKS_REQUIREMENTS = "requirements.txt"
 
 _ENTRY_LIMIT = 10_000
 _EXPANDED_LIMIT_BYTES = 16 * 2**30

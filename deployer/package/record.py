@@ -13,13 +13,24 @@ from deployer.package.settings import Settings
 
 
 @dataclass(frozen=True)
+class HookFiles:
+    """The user's hooks (`deployer.hooks`): the Python file, the files that it reads or imports beside itself, and what
+    it needs installed, as pip's requirements."""
+
+    main: Path
+    extra: tuple[Path, ...] = ()
+    requirements: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Engine:
     """`package` writes the package of a gated bundle into a folder and returns its path, after having checked it under
-    the server's own loader. `modules` are the imports that it needs, `extra` installs them."""
+    the server's own loader, with the user's hooks where there are any. `modules` are the imports that it needs, `extra`
+    installs them."""
 
     name: str
     summary: str
-    package: Callable[[Bundle, Settings, Path], Path]
+    package: Callable[[Bundle, Settings, Path, HookFiles | None], Path]
     modules: tuple[str, ...]
     extra: str
 

@@ -4,6 +4,7 @@
              deployer_handler.py      one class; opens the bundle through deployer.predictor
              model-config.yaml        batching, workers, timeouts; our own keys under `deployer`
              bundle/                  the gated bundle as it is, hashes and all
+             hooks/                   the user's hooks, where there are any: main.py, its files, requirements.txt
 
 Before an archive takes its name it is unpacked and loaded by TorchServe's own loader in a fresh process, answers real
 samples as the eager model does, and refuses a wrong request without hurting its neighbours.
@@ -28,8 +29,15 @@ import yaml
 from deployer.bundle import Bundle
 from deployer.errors import BundleError, GateError, UsageError, first_line, nearest
 from deployer.files import atomic_file
-from deployer.package.mar import BUNDLE_FOLDER, Mar, read_mar
-from deployer.package.record import Engine
+from deployer.package.mar import (
+    BUNDLE_FOLDER,
+    HOOKS_FOLDER,
+    HOOKS_MAIN,
+    HOOKS_REQUIREMENTS,
+    Mar,
+    read_mar,
+)
+from deployer.package.record import Engine, HookFiles
 from deployer.package.settings import Settings
 from deployer.runtime import device_fault
 
@@ -64,13 +72,13 @@ _TORCHSERVE_KEYS: dict[str, type] = {
 }  # fmt: skip
 
 
-def make_mar(bundle: Bundle, settings: Settings, output: Path) -> Path:
+def make_mar(bundle: Bundle, settings: Settings, output: Path, hooks: HookFiles | None = None) -> Path:
     """Write `output/NAME.mar` and check it. Raises GateError when it does not answer as the bundle does."""
     final = output / f"{bundle.spec.name}.mar"
     with tempfile.TemporaryDirectory(prefix="deployer-mar-") as name:
         work = Path(name)
         log.info("archiving %s", bundle.path)
-        archive = _archive(bundle, settings, work)
+        archive = _archive(bundle, settings, work, hooks)
         with atomic_file(final) as temporary:
             shutil.copyfile(archive, temporary)
             if fault := device_fault(bundle.manifest.target, bundle.manifest.details):
@@ -81,7 +89,7 @@ def make_mar(bundle: Bundle, settings: Settings, output: Path) -> Path:
     return final
 
 
-def _archive(bundle: Bundle, settings: Settings, work: Path) -> Path:
+def _archive(bundle: Bundle, settings: Settings, work: Path, hooks: HookFiles | None) -> Path:
     """Lay the archive's folder out in `work` and let torch-model-archiver write manifest and zip."""
     from model_archiver.model_archiver_config import ModelArchiverConfig
     from model_archiver.model_archiver_error import ModelArchiverError
@@ -92,6 +100,8 @@ def _archive(bundle: Bundle, settings: Settings, work: Path) -> Path:
     shutil.copyfile(handler_file(), folder / HANDLER)
     (folder / CONFIG).write_text(model_config(settings))
     shutil.copytree(bundle.path, folder / BUNDLE_FOLDER)
+    if hooks is not None:
+        _copy_hooks(hooks, folder / HOOKS_FOLDER)
     config = ModelArchiverConfig(
         model_name=bundle.spec.name,
         handler=HANDLER,
@@ -108,6 +118,15 @@ def _archive(bundle: Bundle, settings: Settings, work: Path) -> Path:
     except ModelArchiverError as error:
         raise UsageError(f"torch-model-archiver refuses '{bundle.spec.name}': {first_line(error)}") from error
     return work / "archive.mar"
+
+
+def _copy_hooks(hooks: HookFiles, folder: Path) -> None:
+    folder.mkdir()
+    shutil.copyfile(hooks.main, folder / HOOKS_MAIN)
+    for path in hooks.extra:
+        shutil.copyfile(path, folder / path.name)
+    if hooks.requirements:
+        (folder / HOOKS_REQUIREMENTS).write_text("".join(f"{line}\n" for line in hooks.requirements))
 
 
 def handler_file() -> Path:

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from deployer.bundle import read_bundle
-from deployer.package.mar import BUNDLE_FOLDER, MANIFEST
-from deployer.package.probe import BAD_BODY, judge, judge_refusal, make_probes
+from deployer.hooks import HOOKS_OFF, Hooks
+from deployer.package.mar import BUNDLE_FOLDER, HOOKS_FOLDER, HOOKS_MAIN, MANIFEST
+from deployer.package.probe import BAD_BODY, Probe, judge, judge_refusal, make_probes
 from deployer.package.torchserve import Verdict
 from deployer.protocol import JSON
 
@@ -48,8 +49,24 @@ def check(folder: Path) -> Verdict:
         judge(probe, bundle, answer.status, answer.body, answer.content_type)
         for probe, answer in zip(probes, answers, strict=True)
     ]
+    reasons += _check_hooks(service, folder / HOOKS_FOLDER / HOOKS_MAIN, probes[0])
     reason = next((reason for reason in reasons if reason), "")
     return Verdict(not reason, reason)
+
+
+def _check_hooks(service: Any, path: Path, probe: Probe) -> list[str]:
+    """What is wrong with the user's hooks: each of their samples must be answered, without them a usual request."""
+    if not path.is_file():
+        return []
+    samples = Hooks.load(path).sample_requests()
+    bodies = [(body, content_type, "") for body, content_type in samples] or [(probe.body, probe.content_type, "")]
+    answers = _parse(service.predict([_message(str(index), *body, hooks=True) for index, body in enumerate(bodies)]))
+    return [
+        f"the hooks' sample {answer.request_id} ({bodies[index][1]}) was answered with status {answer.status}: "
+        f"{answer.body[:300].decode(errors='replace')}"
+        for index, answer in enumerate(answers)
+        if answer.status != 200
+    ]
 
 
 def _load(folder: Path) -> Any:
@@ -70,9 +87,11 @@ def _load(folder: Path) -> Any:
     return service
 
 
-def _message(request_id: str, body: bytes, content_type: str, accept: str) -> dict[str, Any]:
+def _message(request_id: str, body: bytes, content_type: str, accept: str, *, hooks: bool = False) -> dict[str, Any]:
     """One request as `ts.protocol.otf_message_handler` hands it to the service with `decode_input_request=false`."""
     headers = {"Content-Type": content_type, "Accept": accept, "explain": "False", "url_path": ""}
+    if not hooks:
+        headers |= HOOKS_OFF
     return {
         "requestId": request_id.encode(),
         "headers": [{"name": name.encode(), "value": value.encode()} for name, value in headers.items()],

@@ -44,6 +44,7 @@ __all__ = [
     "SAFETENSORS",
     "Decoded",
     "Encoded",
+    "check_arrays",
     "choose_answer",
     "decode_answer",
     "decode_request",
@@ -97,6 +98,11 @@ def decode_request(
         body_kind(body, content_type)
         raise RequestError("the body is empty", expected=", ".join(map(str, spec.inputs)), got="nothing")
     arrays, ask = _arrays(body, content_type, spec, header_bytes)
+    return check_arrays(arrays, spec, ask)
+
+
+def check_arrays(arrays: dict[str, Array], spec: ModelSpec, ask: oip.Ask | None = None) -> Decoded:
+    """Named arrays, one item or a batch, as a request. Raises RequestError (400)."""
     one_item = _is_one_item(arrays, spec)
     if one_item:
         arrays = {name: np.expand_dims(array, _batch_axis(spec.input(name), spec)) for name, array in arrays.items()}

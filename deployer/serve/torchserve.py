@@ -35,6 +35,7 @@ import msgspec
 from deployer.bundle import MANIFEST, Bundle, read_bundle
 from deployer.errors import BundleError, GateError, MachineError, ServerError, UsageError, first_line
 from deployer.files import lock_folder
+from deployer.hooks import HOOKS_OFF
 from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.probe import BAD_BODY, Probe, judge, judge_refusal, make_probes
 from deployer.package.settings import Settings
@@ -399,7 +400,9 @@ class Server:
             raise GateError(f"{entry.mar.name} {entry.mar.version}: {reason}")
 
     def _post(self, client: httpx.Client, mar: Mar, body: bytes, content_type: str, accept: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": content_type, "Accept": accept}
+        headers = {
+            "Authorization": f"Bearer {self.token}", "Content-Type": content_type, "Accept": accept, **HOOKS_OFF,
+        }  # fmt: skip
         try:
             return client.post(self._url(mar), content=body, headers=headers)
         except httpx.HTTPError as error:
