@@ -28,7 +28,7 @@ from deployer.machine import cpu_name, gpu_fault
 from deployer.runtime import Runner, open_bundle
 from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays, ModelSpec
-from deployer.validate import TOLERANCES, Reference, cases_for, compare, read_references, read_report
+from deployer.validate import Reference, cases_for, compare, limits_for, read_references, read_report
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,9 @@ class _Checker:
         self.spec = bundle.spec
         self.samples = bundle.samples()[0]
         self.noise = read_report(bundle).noise
-        self.tolerance = TOLERANCES[bundle.manifest.target.precision]
+        self.limits = limits_for(bundle.manifest.target.precision)
         self.reference = read_references(bundle, self.noise)
+        self.scales = self.reference.scales()
 
     def inputs(self, sizes: dict[str, int]) -> dict[str, Array]:
         return sized_inputs(self.spec, self.samples, sizes)
@@ -150,7 +151,7 @@ class _Checker:
         expected = _expected(self.spec, self.reference, sizes)
         case = " ".join(f"{name}={size}" for name, size in sizes.items()) or "the samples"
         for name, array in expected.items():
-            found = compare(case, name, outputs[name], array, self.tolerance, self.noise[name])
+            found = compare(case, name, outputs[name], array, self.limits, self.noise[name], self.scales[name])
             if not found.passed:
                 raise GateError(
                     f"wrong answer at {case}, output '{name}': {found.reason}; nothing was measured, run "

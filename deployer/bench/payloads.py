@@ -97,7 +97,7 @@ def _encode(arrays: Arrays, body: str) -> bytes:
 
 def _from_bundle(path: Path, input_path: Path | None, body: str | None) -> Traffic:
     from deployer.bundle import read_bundle
-    from deployer.validate import read_report
+    from deployer.validate import read_report, usual_scales
 
     bundle = read_bundle(path)
     spec = bundle.spec
@@ -114,7 +114,9 @@ def _from_bundle(path: Path, input_path: Path | None, body: str | None) -> Traff
         data, kind = _read_input(input_path, body, spec.inputs[0].name if len(spec.inputs) == 1 else "")
         bodies = (data,)
         answers, items = _computed_answer(bundle, data, kind)
-    checker = ReferenceAnswers(spec, answers, kind, bundle.manifest.target.precision, read_report(bundle).noise)
+    checker = ReferenceAnswers(
+        spec, answers, kind, bundle.manifest.target.precision, read_report(bundle).noise, usual_scales(bundle)
+    )
     return Traffic(bodies, kind, items, checker)
 
 
@@ -169,14 +171,16 @@ class ReferenceAnswers:
         body: str,
         precision: str,
         noise: Mapping[str, float],
+        scales: Mapping[str, float],
     ) -> None:
-        from deployer.validate import TOLERANCES
+        from deployer.validate import limits_for
 
         self._spec = spec
         self._answers = answers
         self._body = body
-        self._tolerance = TOLERANCES[precision]
+        self._limits = limits_for(precision)
         self._noise = noise
+        self._scales = scales
 
     def is_right(self, payload: int, body: bytes) -> bool:
         from deployer.validate import compare
@@ -187,7 +191,7 @@ class ReferenceAnswers:
         except (ValueError, TypeError, OverflowError, RecursionError, msgspec.DecodeError, RequestError):
             return False
         return sorted(got) == sorted(expected) and all(
-            compare("", name, got[name], array, self._tolerance, self._noise[name]).passed
+            compare("", name, got[name], array, self._limits, self._noise[name], self._scales[name]).passed
             for name, array in expected.items()
         )
 

@@ -18,7 +18,7 @@ from deployer.errors import RequestError
 from deployer.package.settings import why_not_stackable
 from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes
 from deployer.spec import Array, Arrays, TensorSpec
-from deployer.validate import TOLERANCES, compare, read_report
+from deployer.validate import compare, limits_for, read_report, usual_scales
 
 #: an input that no model has: TensorSpec names are identifiers
 BAD_FIELD = "no such input"
@@ -75,10 +75,12 @@ def judge(probe: Probe, bundle: Bundle, status: int, body: bytes, content_type: 
         outputs = {bundle.spec.outputs[0].name: outputs[""]}
     if sorted(outputs) != sorted(probe.expected):
         return f"a sample was answered with outputs {sorted(outputs)} instead of {sorted(probe.expected)}"
-    tolerance, noise = TOLERANCES[bundle.manifest.target.precision], read_report(bundle).noise
+    limits, noise = limits_for(bundle.manifest.target.precision), read_report(bundle).noise
+    scales = usual_scales(bundle)
     for name, reference in probe.expected.items():
         expected = _through_json(reference) if content_type.startswith(JSON) else reference
-        check = compare("sample", name, _typed(outputs[name], expected), expected, tolerance, noise.get(name, 0.0))
+        got = _typed(outputs[name], expected)
+        check = compare("sample", name, got, expected, limits, noise.get(name, 0.0), scales[name])
         if not check.passed:
             return f"output '{name}' of a sample differs from the eager model's: {check.reason}"
     return ""

@@ -18,11 +18,11 @@ from deployer.errors import GateError
 from deployer.runtime import open_bundle_for_gate
 from deployer.validate.batching import take_row
 from deployer.validate.cases import Case, cases_for, refusals_for, scatter, stress_cases
-from deployer.validate.compare import TOLERANCES, OutputCheck, Tolerance, compare
+from deployer.validate.compare import TOLERANCES, OutputCheck, Tolerance, compare, limits_for
 from deployer.validate.gate import SCHEMA_VERSION, ValidationReport, read_references, read_report, run_gate
 from deployer.validate.localize import Departure, localize
 from deployer.validate.ranges import without_found_ranges
-from deployer.validate.reference import Reference, make_reference, write_references
+from deployer.validate.reference import Reference, make_reference, usual_scales, write_references
 from deployer.validate.selfcheck import ModelFacts
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "ValidationReport",
     "cases_for",
     "compare",
+    "limits_for",
     "localize",
     "make_reference",
     "read_references",
@@ -46,6 +47,7 @@ __all__ = [
     "scatter",
     "stress_cases",
     "take_row",
+    "usual_scales",
     "validate",
     "without_found_ranges",
     "write_references",

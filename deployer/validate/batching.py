@@ -15,13 +15,16 @@ from deployer.errors import DeployerError
 from deployer.samples import resize, sized_inputs
 from deployer.spec import ANY, Array, Arrays, ModelSpec, TensorSpec
 from deployer.validate.cases import is_mask
-from deployer.validate.compare import NOISE_CEILING, NOISE_FACTOR, TOLERANCES, difference, rms
+from deployer.validate.compare import NOISE_CEILING, NOISE_FACTOR, TOLERANCES, difference, real_view, rms
 
 Run = Callable[[Arrays], dict[str, Array]]
 
 _ROWS_TRIED = 64
 _NOISE_FLOOR = 1e-4  # of an output's scale: row noise of deep models, whose inputs may hold nothing to nudge
 _LOUD = 1e3
+#: of an output's rms: by how much (rms over the row) neighbours may move a row's answer in INT8. A float that rounds to
+#: the other side of a step moves by one of 256 steps; ranges taken over the whole batch move every value.
+INT8_ROW_SHARE = 0.03
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,49 @@ def measure_batching(run: Run, spec: ModelSpec, samples: Arrays, noise: Mapping[
         if entry.apart is not None and together[entry.output].dtype.kind == "f":
             measured[entry.output] = max(measured[entry.output], entry.apart)
     return Batching(not reason, reason, measured)
+
+
+def measure_int8_batching(run: Run, spec: ModelSpec, samples: Arrays) -> Batching:
+    """As `measure_batching`, on an INT8 artifact: a row alone may differ from itself in a batch, of samples or beside
+    loud neighbours, by INT8_ROW_SHARE of the output's rms."""
+    if reason := why_not_stackable(spec):
+        return Batching(False, reason)
+    batch = spec.batch or ""
+    rows = min(max(_rows_of(spec, samples), 2), spec.dims[batch].max, _ROWS_TRIED)
+    sizes = {name: other.typical for name, other in spec.dims.items()} | {batch: rows}
+    arrays = sized_inputs(spec, samples, sizes)
+    loud = {tensor.name: _loud_rows(arrays[tensor.name], tensor.shape.index(batch)) for tensor in spec.inputs}
+    try:
+        alone = [run(row_of(arrays, spec, row)) for row in range(rows)]
+        if worst := _worst_share(run(arrays), alone, spec, range(rows)):
+            return Batching(False, f"INT8: a row in a batch of {rows} is not answered as alone: {worst}")
+    except DeployerError as error:
+        return Batching(False, f"the rows of a batch cannot be run alone: {error}")
+    try:
+        worst = _worst_share(run(loud), alone, spec, range(0, rows, 2))
+    except DeployerError:
+        worst = ""  # as above: it says nothing of the neighbours
+    return Batching(not worst, f"INT8: a row is answered otherwise beside extreme neighbours: {worst}" if worst else "")
+
+
+def _worst_share(together: Arrays, alone: list[dict[str, Array]], spec: ModelSpec, rows: range) -> str:
+    """The output and row that differ most, where they differ by more than INT8_ROW_SHARE; or nothing."""
+    worst, told = INT8_ROW_SHARE, ""
+    for tensor in spec.outputs:
+        axis = tensor.shape.index(spec.batch or "")
+        usual = rms(np.concatenate([alone[row][tensor.name].ravel() for row in rows]))
+        for row in rows:
+            got, expected = alone[row][tensor.name], together[tensor.name].take([row], axis=axis)
+            if got.shape != expected.shape:
+                return f"output '{tensor.name}' of row {row} is {list(got.shape)} and {list(expected.shape)}"
+            if got.dtype.kind not in "fc":
+                continue  # an index that ties is no sign; the scores that it ranks are
+            share = rms(real_view(got).astype(np.float64) - real_view(expected)) / usual if usual else 0.0
+            if difference(got, expected) == float("inf"):
+                share = float("inf")
+            if share > worst:
+                worst, told = share, f"output '{tensor.name}' of row {row} moves by {share:.2g} of its rms"
+    return told
 
 
 def _rows_of(spec: ModelSpec, samples: Arrays) -> int:

@@ -11,17 +11,20 @@ import numpy as np
 from deployer.bundle import VALIDATION, Bundle
 from deployer.errors import BundleError, RequestError, first_line
 from deployer.formats import Loaded
+from deployer.quantize.score import Floors
 from deployer.runtime import Runner
 from deployer.spec import Array, Arrays, ModelSpec
+from deployer.validate.batching import measure_int8_batching
 from deployer.validate.cases import cases_for, refusals_for
 from deployer.validate.compare import (
-    TOLERANCES,
     OutputCheck,
     Ranking,
     Tolerance,
     allowed_error,
     compare,
+    compare_structure,
     find_rankings,
+    limits_for,
     tied_indices,
 )
 from deployer.validate.reference import Reference, all_inputs, read_outputs
@@ -41,6 +44,7 @@ class ValidationReport(msgspec.Struct, frozen=True):
     `rankings`     which score each index output ranks, in words
     `errors`       inputs at which the eager model raises an index error
     `skipped`      stress cases that nothing can be held to, with the reason
+    `tolerance`    what was allowed; None for INT8, which is held to `floors`
     """
 
     passed: bool
@@ -48,7 +52,7 @@ class ValidationReport(msgspec.Struct, frozen=True):
     checks: tuple[OutputCheck, ...]
     engine: str
     precision: str
-    tolerance: Tolerance
+    tolerance: Tolerance | None
     noise: dict[str, float]
     batch_independent: bool
     batch_reason: str = ""
@@ -58,6 +62,7 @@ class ValidationReport(msgspec.Struct, frozen=True):
     rankings: dict[str, str] = {}
     errors: dict[str, str] = {}
     skipped: dict[str, str] = {}
+    floors: Floors | None = None
     schema_version: int = SCHEMA_VERSION
 
 
@@ -66,14 +71,15 @@ def run_gate(
 ) -> ValidationReport:
     """Every case through the artifact, held to the reference. A case in which the artifact fails is a failed check.
 
-    `run` is an open Runner, or a bare callable that is put behind one, as every artifact is.
+    `run` is an open Runner, or a bare callable that is put behind one, as every artifact is. INT8 is held to floors in
+    place of tolerances, in stress cases to its structure alone, and its own rows are run alone and in a batch.
     """
     runner = run if isinstance(run, Runner) else Runner(spec, Loaded(run, engine))
-    tolerance = TOLERANCES[precision]
+    limits = limits_for(precision)
     rankings = find_rankings(
         spec, ((case.inputs(spec, samples), reference.outputs[case.name]) for case in cases_for(spec))
     )
-    judge = _Judge(runner, spec, reference, tolerance, rankings)
+    judge = _Judge(runner, spec, reference, limits, rankings)
     checks: list[OutputCheck] = []
     for name, inputs in all_inputs(spec, samples):
         if name in reference.outputs:
@@ -82,22 +88,29 @@ def run_gate(
             checks.append(judge.error(name, inputs))
     checks += [judge.refusal(refusal.name, refusal.arrays) for refusal in refusals_for(spec)]
     reasons = tuple(_reason(check) for check in checks if not check.passed)
+    independent, batch_reason, floors = reference.batch_independent, reference.batch_reason, None
+    if isinstance(limits, Floors):
+        floors = limits
+        if independent and not reasons:  # the eager model keeps rows apart; ranges taken at run time may not
+            batching = measure_int8_batching(runner, spec, samples)
+            independent, batch_reason = batching.independent, batching.reason
     return ValidationReport(
         not reasons,
         reasons,
         tuple(checks),
         engine,
         precision,
-        tolerance,
+        limits if isinstance(limits, Tolerance) else None,
         reference.noise,
-        reference.batch_independent,
-        reference.batch_reason,
+        independent,
+        batch_reason,
         {case: dict(noise) for case, noise in reference.case_noise.items()},
         reference.facts,
         (*reference.facts.notes(), *_notes(spec, rankings, checks)),
         {name: _ranking_words(ranking) for name, ranking in rankings.items()},
         dict(reference.errors),
         dict(reference.skipped),
+        floors,
     )
 
 
@@ -120,6 +133,11 @@ def _notes(spec: ModelSpec, rankings: Mapping[str, Ranking], checks: list[Output
     for name in rankings:
         if ties := sum(check.ties for check in checks if check.output == name):
             yield f"{ties} values of '{name}' are another of several equal bests: ties, not errors"
+    if structure := len({check.case for check in checks if check.kind == "structure"}):
+        yield (
+            f"{structure} stress cases lie outside of what was calibrated for; INT8 is held to shape, dtype and "
+            "finiteness there"
+        )
     for tensor in spec.outputs:
         if nans := sum(check.nan_count for check in checks if check.output == tensor.name):
             yield f"{nans} values of '{tensor.name}' are NaN in the eager model and in the artifact alike"
@@ -133,13 +151,13 @@ class _Judge:
         runner: Runner,
         spec: ModelSpec,
         reference: Reference,
-        tolerance: Tolerance,
+        limits: Tolerance | Floors,
         rankings: Mapping[str, Ranking],
     ) -> None:
         self._runner = runner
         self._spec = spec
         self._reference = reference
-        self._tolerance = tolerance
+        self._limits = limits
         self._rankings = rankings
         self._scales = reference.scales()
 
@@ -151,13 +169,15 @@ class _Judge:
             reason = f"the artifact failed with {type(error).__name__}: {first_line(error)}"
             return [OutputCheck(case, tensor.name, False, reason, finite=False) for tensor in self._spec.outputs]
         expected, noise = self._reference.outputs[case], self._reference.noise_at(case)
+        if isinstance(self._limits, Floors) and case in self._reference.case_noise:
+            return [compare_structure(case, name, got[name], array) for name, array in expected.items()]
         return [
             compare(
                 case,
                 name,
                 got[name],
                 array,
-                self._tolerance,
+                self._limits,
                 noise[name],
                 self._scales[name],
                 self._ties(name, inputs, got, case) if name in self._rankings else None,
@@ -171,9 +191,9 @@ class _Judge:
             return None
         scores = (inputs if ranking.from_inputs else expected)[ranking.scores]
         allowed = None
-        if not ranking.from_inputs:
+        if not ranking.from_inputs and isinstance(self._limits, Tolerance):
             noise = self._reference.noise_at(case)[ranking.scores]
-            allowed = allowed_error(scores, self._tolerance, noise, self._scales[ranking.scores])
+            allowed = allowed_error(scores, self._limits, noise, self._scales[ranking.scores])
         return tied_indices(
             ranking, got[name], expected[name], scores if allowed is None else got[ranking.scores], scores, allowed
         )

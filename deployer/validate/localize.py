@@ -62,10 +62,16 @@ class Departure(msgspec.Struct, frozen=True):
 def localize(path: str | Path, report: ValidationReport, checkpoint: Checkpoint) -> Departure:
     """The operator at which the bundle departs, in the first case of `report` that it answers wrongly.
 
-    Raises UsageError for a report that passed or that holds no wrong answer, ExportError where torch.export does not
-    take the model or the artifact cannot be taken apart, GateError for another model's checkpoint.
+    Raises UsageError for a report that passed or that holds no wrong answer and for INT8, ExportError where
+    torch.export does not take the model or the artifact cannot be taken apart, GateError for another model's
+    checkpoint.
     """
     bundle = read_bundle(path)
+    if bundle.manifest.target.precision == "int8":
+        raise UsageError(
+            f"'{bundle.path}' is INT8, which departs at every layer by design; its manifest (details.int8) names the "
+            "layers that were tried and kept in float"
+        )
     case = _wrong_case(bundle, report)
     record = get_format(bundle.manifest.target.format)
     if record.look is None:

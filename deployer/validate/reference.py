@@ -234,6 +234,11 @@ def write_references(folder: Path, reference: Reference) -> None:
     save_file({name: in_c_order(array) for name, array in arrays.items()}, folder / REFERENCES)
 
 
+def usual_scales(bundle: Bundle) -> dict[str, float]:
+    """Root mean square of each of the eager model's outputs for the samples: what one row's error is put against."""
+    return {name: rms(array) for name, array in bundle.samples()[1].items()}
+
+
 def read_outputs(bundle: Bundle) -> dict[str, dict[str, Array]]:
     """What `write_references` wrote, by case and output. Raises GateError where a case of this deployer is absent."""
     outputs: dict[str, dict[str, Array]] = {}
