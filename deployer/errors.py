@@ -39,6 +39,8 @@ REASONS: dict[str, str] = {
     "stateful": "pass what is kept between calls in and out as inputs and outputs",
     "train_mode": "leave train() out of forward, and let eval() reach every module",
     "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
+    "accuracy_lost": "give more calibration data, a metric with the drop that is allowed, or export in fp32",
+    "not_faster": "export in fp32, or keep the slower INT8 artifact with --keep-slow",
     "unloadable_artifact": "check the bundle with deployer validate; export it again, here or to another format",
     "compiler_failed": "export to another format; the C++ compiler or the code generator failed on this graph",
     "not_executed": "export on a machine with a GPU that the artifact is for, or add --allow-unexecuted",

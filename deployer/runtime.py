@@ -58,6 +58,7 @@ def preflight(manifest: Manifest) -> None:
     if fault := device_fault(manifest.target, manifest.details):
         raise MachineError(f"{manifest.target.slug} cannot be executed on this machine: {fault}", reason="no_gpu")
     record.check_machine(to_run=True, builder=manifest.details.get("builder"))
+    _check_exactness(manifest)
     needs = manifest.machine
     if record.native_code and needs.architecture != architecture():
         raise MachineError(
@@ -66,6 +67,17 @@ def preflight(manifest: Manifest) -> None:
     if lacking := sorted(set(needs.cpu_features) - set(cpu_features())):
         raise MachineError(
             f"the artifact uses CPU features that this machine lacks ({', '.join(lacking)}); export it here"
+        )
+
+
+def _check_exactness(manifest: Manifest) -> None:
+    """INT8 whose sums of products are exact on CPUs with one of some features alone: elsewhere pairs of products
+    saturate in 16 bits, and the answers are wrong without an error."""
+    exact_on = manifest.details.get("int8", {}).get("exact_on", "any")
+    if manifest.target.device == "cpu" and exact_on != "any" and not set(exact_on) & set(cpu_features()):
+        raise MachineError(
+            f"the INT8 artifact is exact on CPUs with {' or '.join(exact_on)}, which this machine lacks: its sums of "
+            "products would saturate; export it here"
         )
 
 

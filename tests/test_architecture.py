@@ -24,6 +24,7 @@ ORDER = [
     "bundle",
     "runtime",
     "validate",
+    "int8",
     "export",
     "protocol",
     "hooks",
