@@ -51,6 +51,10 @@ class ExportEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str | None = None
     builder: str | None = None
     gpu_archs: tuple[str, ...] = ()
+    calibration: str | None = None
+    metric: str | None = None
+    max_drop: float | None = None
+    keep_slow: bool = False
     output: str = "build"
 
 
@@ -260,7 +264,7 @@ def _render(
         "",
         "export:",
         "  formats: [onnx]        # torchscript, exported, aoti, onnx, trt",
-        "  precision: fp32",
+        "  precision: fp32        # or int8, with real inputs as calibration: FILE or path.py:function",
         "  compile: null          # default, reduce-overhead or max-autotune, for exported and aoti",
         "  output: build",
     ]
