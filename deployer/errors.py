@@ -45,6 +45,7 @@ REASONS: dict[str, str] = {
     "compiler_failed": "export to another format; the C++ compiler or the code generator failed on this graph",
     "not_executed": "export on a machine with a GPU that the artifact is for, or add --allow-unexecuted",
     "missing_package": "install what the message names",
+    "wrong_cpu": "export the bundle again on the machine that runs it, or on one with the same CPU",
     "no_gpu": "do this on a machine with an NVIDIA GPU, its driver and a torch with CUDA",
     "exporter_failed": "export to another format; the exporter failed in a way that has no class yet",
 }

@@ -13,7 +13,7 @@ import torch
 from deployer.bundle import Bundle, Manifest, read_bundle
 from deployer.errors import BundleError, DeployerError, MachineError, first_line
 from deployer.formats import Loaded, LoadJob, Target, get_format
-from deployer.machine import architecture, cpu_features, gpu_fault
+from deployer.machine import architecture, cpu_features, cpu_name, gpu_fault
 from deployer.spec import Array, Arrays, ModelSpec, in_c_order
 
 
@@ -58,27 +58,31 @@ def preflight(manifest: Manifest) -> None:
     if fault := device_fault(manifest.target, manifest.details):
         raise MachineError(f"{manifest.target.slug} cannot be executed on this machine: {fault}", reason="no_gpu")
     record.check_machine(to_run=True, builder=manifest.details.get("builder"))
-    _check_exactness(manifest)
     needs = manifest.machine
     if record.native_code and needs.architecture != architecture():
         raise MachineError(
-            f"the artifact is machine code for {needs.architecture}, this machine is {architecture()}; export it here"
+            f"the artifact is machine code for {needs.architecture}, this machine is {architecture()}; export it here",
+            reason="wrong_cpu",
         )
     if lacking := sorted(set(needs.cpu_features) - set(cpu_features())):
         raise MachineError(
-            f"the artifact uses CPU features that this machine lacks ({', '.join(lacking)}); export it here"
+            f"the artifact uses CPU features that this machine lacks ({', '.join(lacking)}); export it here",
+            reason="wrong_cpu",
         )
+    if fault := int8_fault(manifest.target, manifest.details):
+        raise MachineError(fault, reason="wrong_cpu")
 
 
-def _check_exactness(manifest: Manifest) -> None:
-    """INT8 whose sums of products are exact on CPUs with one of some features alone: elsewhere pairs of products
-    saturate in 16 bits, and the answers are wrong without an error."""
-    exact_on = manifest.details.get("int8", {}).get("exact_on", "any")
-    if manifest.target.device == "cpu" and exact_on != "any" and not set(exact_on) & set(cpu_features()):
-        raise MachineError(
-            f"the INT8 artifact is exact on CPUs with {' or '.join(exact_on)}, which this machine lacks: its sums of "
-            "products would saturate; export it here"
-        )
+def int8_fault(target: Target, details: dict[str, Any]) -> str:
+    """Why INT8 products come out wrong on this CPU; "" where they do not. `int8.exact_on` in the details is "any" or
+    the CPU features of which one is needed."""
+    exact_on = details.get("int8", {}).get("exact_on", "any")
+    if target.device != "cpu" or exact_on == "any" or not set(exact_on).isdisjoint(cpu_features()):
+        return ""
+    return (
+        f"this CPU ({cpu_name()}) has none of {', '.join(exact_on)}, one of which the INT8 artifact needs, or its sums "
+        "overflow in silence; export it on this machine, where weights get 7 bits"
+    )
 
 
 def device_fault(target: Target, details: dict[str, Any]) -> str:

@@ -327,7 +327,7 @@ def test_an_artifact_that_is_exact_elsewhere_is_not_opened_here(tmp_path: Path) 
     manifest = bundle.manifest
     details = {**manifest.details, "int8": {**manifest.details["int8"], "exact_on": ["no_such_feature", "nor_this"]}}
     write_manifest(bundle.path, msgspec.structs.replace(manifest, details=details))
-    with pytest.raises(MachineError, match="exact on CPUs with no_such_feature or nor_this"):
+    with pytest.raises(MachineError, match="has none of no_such_feature, nor_this"):
         preflight(read_bundle(bundle.path).manifest)
 
 
