@@ -110,6 +110,19 @@ def _read_json(path: Path) -> bytes:
     return data
 
 
+def read_token(path: Path) -> str:
+    """The bearer token in a file. Raises UsageError."""
+    try:
+        token = path.read_text().strip()
+    except FileNotFoundError as error:
+        raise UsageError(f"no token file '{path}'; `deployer serve` prints where its own is") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"'{path}' does not hold a token; `deployer serve` prints where its own is") from error
+    if not token or len(token.split()) != 1 or not token.isascii():
+        raise UsageError(f"'{path}' does not hold one token alone; `deployer serve` prints where its own is")
+    return token
+
+
 def _post(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> httpx.Response:
     try:
         # trust_env off: a proxy of the environment must see neither the token nor a loopback request.

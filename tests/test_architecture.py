@@ -31,6 +31,7 @@ ORDER = [
     "predictor",
     "package",
     "client",
+    "parity",
     "serve",
     "bench",
     "recipe",

@@ -55,13 +55,13 @@ def command(
     A .npy file is the sole input; .npz and .safetensors hold inputs by name; a .json file is sent as it is. With --body
     oip or oip-binary the request is one of the Open Inference Protocol.
     """
-    from deployer.client import predict
+    from deployer.client import predict, read_token
     from deployer.protocol import JSON, NPY, NPZ
 
     suffix = output.suffix.lower() if output is not None else ""
     if output is not None and suffix not in (".npy", ".npz", ".json"):
         raise UsageError(f"-o {output}: a name that ends in .npy, .npz or .json is expected")
-    token = _read_token(token_file) if token_file is not None else None
+    token = read_token(token_file) if token_file is not None else None
     accept = {".npy": NPY, ".npz": NPZ}.get(suffix, JSON)
     answer = predict(url, input_path, token=token, accept=accept, timeout_s=timeout_s, body=body)
     if output is not None:
@@ -72,18 +72,6 @@ def command(
         out.print(f"saved {output}", markup=False, soft_wrap=True)
     else:
         _print(answer)
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text().strip()
-    except FileNotFoundError as error:
-        raise UsageError(f"no token file '{path}'; `deployer serve` prints where its own is") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"'{path}' does not hold a token; `deployer serve` prints where its own is") from error
-    if not token or len(token.split()) != 1 or not token.isascii():
-        raise UsageError(f"'{path}' does not hold one token alone; `deployer serve` prints where its own is")
-    return token
 
 
 def _plain(answer: Answer) -> dict[str, object]:

@@ -16,7 +16,7 @@ import numpy as np
 from deployer.bundle import Bundle
 from deployer.errors import RequestError
 from deployer.package.settings import why_not_stackable
-from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes
+from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes, oip
 from deployer.spec import Array, Arrays, TensorSpec
 from deployer.validate import compare, limits_for, read_report, usual_scales
 
@@ -38,18 +38,26 @@ class Probe:
 
 
 def make_probes(bundle: Bundle) -> list[Probe]:
-    """One item after the other where requests are single items, else the samples as they are; in JSON and, where one
-    array makes a body, in .npy."""
+    """The samples, in JSON and, where one array makes a body, in .npy."""
+    cases = sample_cases(bundle)
+    if len(cases) == 1:
+        cases = cases * 2
+    return [_probe(arrays, expected, binary=index % 2 == 1) for index, (arrays, expected) in enumerate(cases)]
+
+
+def sample_cases(bundle: Bundle) -> list[tuple[dict[str, Array], dict[str, Array]]]:
+    """Inputs of a request and the eager model's outputs for it: one item after the other where requests are single
+    items, else the samples as they are."""
     spec = bundle.spec
     inputs, outputs = bundle.samples()
-    cases = [(inputs, outputs)] * 2
+    cases = [(inputs, outputs)]
     if spec.batch is not None and not why_not_stackable(bundle.manifest) and spec.dims[spec.batch].min == 1:
         rows = inputs[spec.inputs[0].name].shape[spec.inputs[0].shape.index(spec.batch)]
         cases = [
             (_row(spec.inputs, inputs, spec.batch, row), _row(spec.outputs, outputs, spec.batch, row))
             for row in range(min(rows, _ROWS))
         ]
-    return [_probe(arrays, expected, binary=index % 2 == 1) for index, (arrays, expected) in enumerate(cases)]
+    return cases
 
 
 def _row(tensors: Sequence[TensorSpec], arrays: Arrays, batch: str, row: int) -> dict[str, Array]:
@@ -63,12 +71,12 @@ def _probe(arrays: dict[str, Array], expected: dict[str, Array], *, binary: bool
     return Probe(encode_inputs(arrays), JSON, accept, expected)
 
 
-def judge(probe: Probe, bundle: Bundle, status: int, body: bytes, content_type: str) -> str:
-    """What is wrong with the answer to a probe, or nothing."""
+def judge(probe: Probe, bundle: Bundle, status: int, body: bytes, content_type: str, header_length: str = "") -> str:
+    """What is wrong with the answer to a probe, or nothing. `header_length` is the answer's `oip.HEADER_LENGTH`."""
     if status != 200:
         return f"a sample was answered with status {status}: {body[:300].decode(errors='replace')}"
     try:
-        outputs: dict[str, Array] = decode_answer(body, content_type)["outputs"]
+        outputs: dict[str, Array] = decode_answer(body, content_type, oip.header_length(header_length))["outputs"]
     except RequestError as error:
         return f"the answer to a sample cannot be read: {error}"
     if list(outputs) == [""]:

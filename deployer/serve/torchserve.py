@@ -33,13 +33,13 @@ import httpx
 import msgspec
 
 from deployer.bundle import MANIFEST, Bundle, read_bundle
-from deployer.errors import BundleError, GateError, MachineError, ServerError, UsageError, first_line
+from deployer.errors import BundleError, GateError, MachineError, ServerError, UsageError
 from deployer.files import lock_folder
-from deployer.hooks import HOOKS_OFF
 from deployer.package.mar import BUNDLE_FOLDER, Mar
-from deployer.package.probe import BAD_BODY, Probe, judge, judge_refusal, make_probes
+from deployer.package.probe import Probe, make_probes
 from deployer.package.settings import Settings
 from deployer.package.torchserve import read_mar, read_settings
+from deployer.parity import verify
 from deployer.protocol import JSON
 from deployer.runtime import preflight
 from deployer.serve.config import (
@@ -387,26 +387,13 @@ class Server:
                 )
 
     def _check_answers(self, entry: Served) -> None:
-        """Real samples over HTTP, held to the eager model; and a wrong request, which must get its own 400."""
+        """Real samples over HTTP in every form, alone and together with wrong requests (`deployer.parity`)."""
         log.info("holding answers of %s %s to the eager model", entry.mar.name, entry.mar.version)
-        with _http() as client:
-            for probe in entry.probes:
-                response = self._post(client, entry.mar, probe.body, probe.content_type, probe.accept)
-                content_type = response.headers.get("content-type", "")
-                if reason := judge(probe, entry.bundle, response.status_code, response.content, content_type):
-                    raise GateError(f"{entry.mar.name} {entry.mar.version}: {reason}")
-            refused = self._post(client, entry.mar, BAD_BODY, JSON, JSON)
-        if reason := judge_refusal(refused.status_code, refused.content):
-            raise GateError(f"{entry.mar.name} {entry.mar.version}: {reason}")
-
-    def _post(self, client: httpx.Client, mar: Mar, body: bytes, content_type: str, accept: str) -> httpx.Response:
-        headers = {
-            "Authorization": f"Bearer {self.token}", "Content-Type": content_type, "Accept": accept, **HOOKS_OFF,
-        }  # fmt: skip
-        try:
-            return client.post(self._url(mar), content=body, headers=headers)
-        except httpx.HTTPError as error:
-            raise GateError(f"{self._url(mar)} gave no answer: {first_line(error) or type(error).__name__}") from error
+        report = verify(
+            self._url(entry.mar), entry.bundle, token=self.token, timeout_s=_REQUEST_TIMEOUT_S, bits=False
+        )  # fmt: skip
+        if not report.passed:
+            raise GateError(f"{entry.mar.name} {entry.mar.version}: {report.reasons[0]}")
 
     def _url(self, mar: Mar) -> str:
         return f"{self.inference_url}/predictions/{mar.name}/{mar.version}"
