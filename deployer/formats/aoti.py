@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import tempfile
+import zipfile
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch import fx
 from deployer.checkpoint.eager import run_eager
 from deployer.errors import ExportError, first_line
 from deployer.formats.exported import require_compiler
+from deployer.formats.pt2e import MODULES, Bench, count_kernels
 from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
 from deployer.formats.refusals import operator_in, reason_in
 from deployer.formats.traceable import as_arrays, as_tensors, export_program
 from deployer.formats.trail import Inside, eager_steps, unlifted
+from deployer.quantize.calibration import Calibration
 from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays
 
@@ -65,12 +68,30 @@ def _compile(job: ExportJob, program: torch.export.ExportedProgram, options: dic
     log.debug("%s", chatter.getvalue())  # the autotuner prints its tables to stderr whatever its log level
 
 
+def workbench(job: ExportJob, calibration: Calibration) -> Bench:
+    """INT8. Raises MachineError without torchao or a C++ compiler."""
+    require_compiler()
+    return Bench(job, calibration, _write_int8, lambda job, details: _opened(job, details).call)
+
+
+def _write_int8(job: ExportJob, program: torch.export.ExportedProgram) -> dict[str, Any]:
+    options = {"freezing": True, "max_autotune": job.target.compile == "max-autotune"}
+    _compile(job, program, options)
+    with zipfile.ZipFile(job.folder / _ARTIFACT) as package:
+        sources = [package.read(name).decode() for name in package.namelist() if name.endswith(".cpp")]
+    return {"inductor": options, "int8": {"layers": sum(map(count_kernels, sources))}}
+
+
+def _opened(job: ExportJob, details: dict[str, Any]) -> Loaded:
+    return load(LoadJob(job.folder, job.spec, job.target, details))
+
+
 def _differs(job: ExportJob) -> str:
     """Where the package plainly departs from the model at typical sizes, or "". The gate compares exactly."""
     sizes = {name: dim.typical for name, dim in job.spec.dims.items()}
     arrays = sized_inputs(job.spec, job.samples, sizes)
     expected = run_eager(job.model, job.spec, arrays)
-    got = load(LoadJob(job.folder, job.spec, job.target, {})).call(arrays)
+    got = _opened(job, {}).call(arrays)
     for name, array in expected.items():
         if array.dtype.kind != "f":
             continue
@@ -123,7 +144,10 @@ FORMAT = Format(
     summary="compiled ahead of time by AOTInductor; loads with no compiler and no Python model code",
     export=export,
     load=load,
+    precisions=("fp32", "int8"),
     compile_modes=("default", "max-autotune"),
     native_code=True,
     look=look,
+    workbench=workbench,
+    int8_modules=MODULES,
 )

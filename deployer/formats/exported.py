@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from typing import Any
 
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from deployer.errors import MachineError
+from deployer.formats.pt2e import MODULES, Bench, count_kernels, register_lowerings
 from deployer.formats.record import COMPILE_MODES, ExportJob, Format, Loaded, LoadJob
 from deployer.formats.traceable import as_arrays, as_tensors, export_program
 from deployer.formats.trail import Inside, eager_steps, run_recorded, unlifted
+from deployer.quantize.calibration import Calibration
+from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays
 
 _ARTIFACT = "model.pt2"
@@ -29,6 +34,35 @@ def export(job: ExportJob) -> dict[str, Any]:
     return details
 
 
+def workbench(job: ExportJob, calibration: Calibration) -> Bench:
+    """INT8. Raises MachineError without torchao or a compiler where one is needed."""
+    if job.target.compile is not None:
+        require_compiler()
+    return Bench(job, calibration, _write_int8, lambda job, details: _opened(job, details).call)
+
+
+def _write_int8(job: ExportJob, program: torch.export.ExportedProgram) -> dict[str, Any]:
+    torch.export.save(program, str(job.folder / _ARTIFACT))
+    details: dict[str, Any] = {"needs_compiler": job.target.compile is not None}
+    if job.target.compile is not None:
+        return {**details, "int8": {"layers": _lowered(job, details)}}
+    note = "without --compile the int8 operators are simulated in float: right, and slower than float32"
+    weights = sum("dequantize_per_channel" in str(node.target) for node in program.graph.nodes)
+    return {**details, "int8": {"layers": weights, "exact_on": "any"}, "notes": [note]}
+
+
+def _lowered(job: ExportJob, details: dict[str, Any]) -> int:
+    """How many int8 kernels torch.compile makes of the program that was saved."""
+    sizes = {name: dim.typical for name, dim in job.spec.dims.items()}
+    torch._dynamo.reset()
+    _, codes = run_and_get_code(_opened(job, details).call, sized_inputs(job.spec, job.samples, sizes))
+    return sum(count_kernels(code) for code in codes)
+
+
+def _opened(job: ExportJob, details: dict[str, Any]) -> Loaded:
+    return load(LoadJob(job.folder, job.spec, job.target, details))
+
+
 def require_compiler() -> None:
     """`torch.compile` and AOTInductor build C++. Raises MachineError when there is no compiler."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
@@ -39,15 +73,22 @@ def load(job: LoadJob) -> Loaded:
     """Open the program; with a compile mode it is compiled here, at its first run, for dynamic shapes."""
     if job.target.compile is not None:
         require_compiler()
+    int8 = job.target.precision == "int8"
+    if int8:
+        importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators of a quantized program
     module: Any = torch.export.load(str(job.folder / _ARTIFACT)).module()
     engine = "torch.export eager CPU"
     if job.target.compile is not None:
         mode = None if job.target.compile == "default" else job.target.compile
+        if int8:
+            register_lowerings()
         module = torch.compile(module, mode=mode, dynamic=True)
         engine = f"torch.compile ({job.target.compile}) CPU"
 
     def call(arrays: Arrays) -> dict[str, Array]:
-        with torch.no_grad():
+        # Without freezing no weight is a constant, and nothing becomes an int8 kernel. Dynamo asks for it too, so that
+        # torch.compile's options are no place for it.
+        with torch.no_grad(), torch._inductor.config.patch(freezing=int8):
             return as_arrays(job.spec, module(*as_tensors(job.spec, arrays)))
 
     return Loaded(call, engine)
@@ -66,6 +107,9 @@ FORMAT = Format(
     summary="torch.export program, run eager or through torch.compile",
     export=export,
     load=load,
+    precisions=("fp32", "int8"),
     compile_modes=COMPILE_MODES,
     look=look,
+    workbench=workbench,
+    int8_modules=MODULES,
 )

@@ -115,6 +115,8 @@ class Format:
     choose: Callable[[Target], dict[str, Any]] | None = None
     #: where the format is quantized; `export` is for the other precisions
     workbench: Callable[[ExportJob, Calibration], Workbench] | None = None
+    #: the imports that its workbench needs besides; the extra `int8` installs them
+    int8_modules: tuple[str, ...] = ()
     #: opens what the artifact was made from, for the gate of a machine that cannot execute the artifact itself
     stand_in: Callable[[LoadJob], Loaded] | None = None
 
@@ -142,6 +144,14 @@ class Format:
                 install=self.install_line(builder),
             )
 
+    def check_int8(self) -> None:
+        """Raises MachineError when a package of the workbench is missing, with the line that installs it."""
+        if missing := [module for module in self.int8_modules if importlib.util.find_spec(module) is None]:
+            raise MachineError(
+                f"--precision int8 of '{self.name}' needs {', '.join(missing)}, which this machine lacks",
+                install="pip install 'deployer[int8]'",
+            )
+
     def choices(self, target: Target) -> dict[str, Any]:
         """What `choose` decides for a target, here and now. Raises MachineError or UsageError."""
         return self.choose(target) if self.choose is not None else {}
@@ -150,6 +160,8 @@ class Format:
         """Raises UsageError, NotBuiltYetError or MachineError (package or GPU missing) before any work is done."""
         self._check_words(target)
         self.check_machine(builder=self.choices(target).get("builder"))
+        if target.precision == "int8":
+            self.check_int8()
         if target.device != "cpu" and self.stand_in is None and (fault := gpu_fault()):
             raise MachineError(f"--device {target.device}: {fault}; export to it on a GPU machine", reason="no_gpu")
 

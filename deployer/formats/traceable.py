@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,17 @@ class Traceable(nn.Module):
         return tuple(named_outputs(result, self._spec).values())
 
 
+class Positional(nn.Module):
+    """A graph that already takes tensors in spec order and answers a tuple."""
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.model = graph
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.model(*tensors))
+
+
 def example_sizes(spec: ModelSpec) -> dict[str, int]:
     """A size for each Dim to trace with: at least 2 (exporters specialise on 0 and 1), no two alike, and unlike any
     fixed size of the model, so that no exporter takes two axes for one. Falls back to what the range allows."""
@@ -77,14 +88,6 @@ def as_arrays(spec: ModelSpec, tensors: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Program:
-    """A `torch.export` program and, under `details`, how it came about where that was not the plain way."""
-
-    program: torch.export.ExportedProgram
-    details: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Mode:
     """One way to trace.
 
@@ -100,6 +103,15 @@ class Mode:
     def __str__(self) -> str:
         names = [name.replace("_", "-") for name, used in vars(self).items() if used]
         return " and ".join(names) or "plain"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A `torch.export` program and, under `details`, how it came about where that was not the plain way."""
+
+    program: torch.export.ExportedProgram
+    details: dict[str, Any]
+    mode: Mode = Mode()
 
 
 MODES = (
@@ -135,12 +147,24 @@ def export_program(job: ExportJob, modes: Sequence[Mode] = MODES) -> Program:
             return Program(program, {})
         replaced = f" ({', '.join(used)})" if used else ""
         note = f"exported in {mode} mode{replaced}; plain tracing was refused: {first}"
-        return Program(program, {"tracing": str(mode), "notes": [note]} | ({"rewritten": used} if used else {}))
+        details = {"tracing": str(mode), "notes": [note]} | ({"rewritten": used} if used else {})
+        return Program(program, details, mode)
     assert first is not None  # noqa: S101 - every way out of the loop without a program has set it
     raise first
 
 
-def _export(job: ExportJob, mode: Mode) -> tuple[torch.export.ExportedProgram, list[str]]:
+def export_again(module: nn.Module, job: ExportJob, mode: Mode) -> torch.export.ExportedProgram:
+    """`torch.export` of a graph that was made from the program of a job (`mode`: of that program): same inputs, same
+    axes. Raises ExportError."""
+    again = replace(job, model=module)
+    program, _ = _export(again, Mode(size_oblivious=mode.size_oblivious), Positional(module))
+    _check_corners(program, again)
+    return program
+
+
+def _export(
+    job: ExportJob, mode: Mode, traceable: nn.Module | None = None
+) -> tuple[torch.export.ExportedProgram, list[str]]:
     """One attempt: the program, and the names of the functions that were rewritten."""
     dims = {
         name: torch.export.Dim(re.sub(r"\W", "_", name), min=dim.min, max=dim.max)
@@ -158,7 +182,7 @@ def _export(job: ExportJob, mode: Mode) -> tuple[torch.export.ExportedProgram, l
             # torch.export prints the graph so far to stderr when it gives up, whatever its log level
             with torch.no_grad(), redirect_stderr(io.StringIO()) as chatter:
                 program = torch.export.export(
-                    Traceable(job.model, job.spec, rewrites),
+                    traceable or Traceable(job.model, job.spec, rewrites),
                     example_tensors(job.spec, job.samples),
                     dynamic_shapes={"tensors": shapes},
                     strict=mode.strict,
