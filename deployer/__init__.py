@@ -20,35 +20,44 @@ if TYPE_CHECKING:
     from deployer.checkpoint import load_checkpoint, save_checkpoint
     from deployer.export import export
     from deployer.formats import Target
+    from deployer.int8 import Int8
     from deployer.package import package
+    from deployer.quantize.calibration import read_calibration
+    from deployer.quantize.score import load_metric
     from deployer.runtime import open_bundle
     from deployer.spec import Dim, ModelSpec, TensorSpec
     from deployer.validate import validate
 
 __all__ = [
     "Dim",
+    "Int8",
     "ModelSpec",
     "Target",
     "TensorSpec",
     "bench",
     "export",
     "load_checkpoint",
+    "load_metric",
     "open_bundle",
     "package",
+    "read_calibration",
     "save_checkpoint",
     "validate",
 ]
 
 _HOME = {
     "Dim": "spec",
+    "Int8": "int8",
     "ModelSpec": "spec",
     "Target": "formats",
     "TensorSpec": "spec",
     "bench": "bench",
     "export": "export",
     "load_checkpoint": "checkpoint",
+    "load_metric": "quantize.score",
     "open_bundle": "runtime",
     "package": "package",
+    "read_calibration": "quantize.calibration",
     "save_checkpoint": "checkpoint",
     "validate": "validate",
 }

@@ -20,6 +20,7 @@ from deployer.checkpoint.sources import Opened, choose, open_source
 from deployer.checkpoint.weights import plan_set
 from deployer.errors import BundleError, CheckpointError, ModelError, first_line
 from deployer.files import sha256_of
+from deployer.int8 import summary
 from deployer.package.mar import BUNDLE_FOLDER, read_mar
 from deployer.spec import ModelSpec
 
@@ -171,6 +172,8 @@ def _inspect_bundle(place: Path) -> Inspection:
 
 def _bundle_facts(manifest: Manifest) -> dict[str, Any]:
     source = manifest.source
+    int8 = manifest.details.get("int8")
+    details = {name: value for name, value in manifest.details.items() if name != "int8"}
     return {
         "target": manifest.target.slug,
         "gate": ("passed" if manifest.passed else "failed") + ("" if manifest.executed else "; built, not executed"),
@@ -183,7 +186,8 @@ def _bundle_facts(manifest: Manifest) -> dict[str, Any]:
         "step": source.step,
         "architecture": manifest.machine.architecture,
         "needs CPU features": ", ".join(manifest.machine.cpu_features) or "none",
-        "details": json.dumps(manifest.details),
+        **({"int8": summary(int8)} if int8 else {}),
+        "details": json.dumps(details),
         "created": manifest.created,
     }
 

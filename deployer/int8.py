@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,22 @@ def quantize(
     if written is None:
         raise search.failure()
     return replace(written, rejected="; ".join(rejected))
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """`details.int8` of a manifest in one line."""
+    kept = found["kept_float"]
+    layers = f"{found.get('layers', len(found['quantized']))} layers in int8, {len(kept)} kept in float"
+    names = f" ({', '.join(kept)})" if kept else ""
+    speed = found["speed"]
+    times = (
+        f"{speed['ratio']:.2f}× fp32" if speed["ratio"] is not None else f"speed not measured ({speed['not_measured']})"
+    )
+    metric = found["written"]["metric"]
+    accuracy = f"SQNR {found['written']['sqnr_db']:.1f} dB" + (
+        f", metric {metric:.4g} (fp32 {found['metric_fp32']:.4g})" if metric is not None else ""
+    )
+    return f"{found['method']}, {layers}{names}, {accuracy}, {times}"
 
 
 def _check_ranges(calibration: Calibration, spec: ModelSpec) -> None:

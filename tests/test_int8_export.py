@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +19,38 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from deployer import int8 as int8_module
+from deployer import runtime as runtime_module
 from deployer.bench.inprocess import bench_bundle
 from deployer.bundle import read_bundle, write_manifest
 from deployer.checkpoint import Checkpoint, load_checkpoint
+from deployer.checkpoint.eager import run_eager
 from deployer.errors import GateError, MachineError, SampleError, UsageError
 from deployer.export import current_bundle, export, export_all
-from deployer.formats import FORMATS, Target
+from deployer.formats import FORMATS, Loaded, LoadJob, Target
+from deployer.inspection import inspect
 from deployer.int8 import Int8
 from deployer.package.probe import judge, make_probes
 from deployer.quantize.calibration import Calibration, make_calibration
 from deployer.quantize.config import DynamicInt8, Int8Method, StaticInt8
-from deployer.quantize.score import Call, Metric
+from deployer.quantize.score import FLOORS, Call, Metric
 from deployer.quantize.speed import Speed
 from deployer.runtime import open_bundle, preflight
 from deployer.spec import Array, Arrays, Dim, ModelSpec, TensorSpec
-from deployer.validate import Reference, localize, make_reference, read_report, validate
+from deployer.validate import (
+    TOLERANCES,
+    Reference,
+    compare,
+    localize,
+    make_reference,
+    read_report,
+    run_gate,
+    validate,
+)
 from tests import fake_quantized
 from tests.fake_quantized import FakeBench
 from tests.test_cli import assert_one_line_error, deployer
+
+export_module = sys.modules["deployer.export"]  # the name `deployer.export` is the function
 
 FAST = Speed({"batch": 8}, 2.0, 1.0, 2.0, 1.9, 2.1, 15)
 SLOW = Speed({"batch": 8}, 1.0, 1.02, 0.98, 0.95, 1.01, 15)
@@ -106,6 +123,10 @@ def test_a_digits_bundle_and_all_that_reads_it(
     assert {check.case for check in answers} >= {"batch=1", "batch=2", "batch=64", "samples", "non-contiguous"}
     assert report.batch_independent
     assert read_report(bundle) == report
+    line = inspect(bundle.path).facts["int8"]
+    assert line.startswith("static")
+    assert "4 layers in int8, 0 kept in float" in line
+    assert "2.00× fp32" in line
     # validate, bench and the package's probes take the bundle
     assert validate(bundle.path).passed
     assert validate(bundle.path, checkpoint=digits_checkpoint).passed
@@ -347,6 +368,110 @@ def test_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
     data = make_calibration("rows", iter([{"x": _ROWS[:, :2]}]), other)
     with pytest.raises(SampleError, match="does not fit the model"):
         export(checkpoint, TARGET, tmp_path, int8=Int8(data))
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_cannot_be_executed_here_is_scored_by_its_stand_in_and_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(job: LoadJob) -> Loaded:
+        raise AssertionError("the artifact cannot be opened here")
+
+    record = replace(
+        fake_quantized.FORMAT,
+        devices=("cuda",),
+        load=broken,
+        stand_in=fake_quantized.FORMAT.load,
+        workbench=lambda job, calibration: FakeBench(job, calibration, [StaticInt8()]),
+    )
+    monkeypatch.setitem(FORMATS, "fake", record)
+    for module in (int8_module, runtime_module, export_module):
+        monkeypatch.setattr(module, "device_fault", lambda target, details: "no GPU of a test")
+    checkpoint = checkpoint_of(Plain)
+    bundle, report = export(checkpoint, Target("fake", "int8", "cuda"), tmp_path, int8=Int8(calibration_of(checkpoint)))
+    assert not bundle.manifest.executed
+    assert report.passed
+    found = bundle.manifest.details["int8"]
+    assert found["speed"]["ratio"] is None
+    assert found["speed"]["not_measured"] == "no GPU of a test"
+    assert found["written"]["passed"]
+
+
+# -------------------------------------------------------------------------------------------------------- the gate
+
+
+def rounded(run: Call) -> Call:
+    """Answers in steps of a 64th of their range: what eight bits do, in the rough."""
+    return lambda arrays: {name: np.round(array * 32) / 32 for name, array in run(arrays).items()}
+
+
+def changed(run: Call, change: Callable[[Array, Arrays], Array]) -> Call:
+    return lambda arrays: {name: change(array, arrays) for name, array in run(arrays).items()}
+
+
+FAULTS: dict[str, tuple[Callable[[Array, Arrays], Array], str]] = {
+    "zeros": (lambda y, arrays: y * 0, "SQNR 0.0 dB"),
+    "scale": (lambda y, arrays: y * 2, "SQNR"),
+    "sign": (lambda y, arrays: -y, "cosine -0.99"),
+    "rows turned round": (lambda y, arrays: y[::-1], "SQNR"),
+    "large batch": (lambda y, arrays: y * (len(y) < 16), "batch=16"),
+    "single row": (lambda y, arrays: y * (len(y) > 1), "batch=1"),
+    "NaN when loud": (lambda y, arrays: y / (np.abs(arrays["x"]).max() < 100), "floats ×1000"),
+    "dtype": (lambda y, arrays: y.astype(np.float64), "float64"),
+    "shape": (lambda y, arrays: y[:, :1], "output"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_the_gate_sees_faults_in_int8(fault: str) -> None:
+    checkpoint = checkpoint_of(Plain)
+    reference = make_reference(checkpoint)
+    run = rounded(partial(run_eager, checkpoint.build(), checkpoint.spec))
+    healthy = run_gate(run, checkpoint.spec, checkpoint.samples, reference, "int8", "test")
+    assert healthy.passed, healthy.reasons
+    assert not run_gate(run, checkpoint.spec, checkpoint.samples, reference, "fp32", "test").passed
+    change, words = FAULTS[fault]
+    report = run_gate(changed(run, change), checkpoint.spec, checkpoint.samples, reference, "int8", "test")
+    assert not report.passed
+    assert any(words in reason for reason in report.reasons), report.reasons
+
+
+def test_stress_is_held_to_structure_and_recorded() -> None:
+    """Clipped far outside of the calibrated range: no fault, and seen in the figures."""
+    checkpoint = checkpoint_of(Plain)
+    reference = make_reference(checkpoint)
+    run = partial(run_eager, checkpoint.build(), checkpoint.spec)
+    clipped = changed(run, lambda y, arrays: np.clip(y, -1, 1))
+    report = run_gate(clipped, checkpoint.spec, checkpoint.samples, reference, "int8", "test")
+    assert report.passed, report.reasons
+    (loud,) = [check for check in report.checks if check.case == "floats ×1000"]
+    assert loud.kind == "structure"
+    assert loud.max_abs > 15
+    assert loud.sqnr_db is not None
+    assert loud.sqnr_db < 3
+    assert any("held to shape, dtype and finiteness" in note for note in report.notes)
+
+
+def test_integers_may_differ_in_one_or_two_percent() -> None:
+    expected = np.arange(100)
+    got = expected.copy()
+    got[:2] += 1
+    assert compare("c", "ids", got, expected, FLOORS).passed
+    assert not compare("c", "ids", got, expected, TOLERANCES["fp32"]).passed
+    got[2] += 1
+    found = compare("c", "ids", got, expected, FLOORS)
+    assert "3 of 100 values differ" in found.reason
+    assert "but for 2" in found.reason
+
+
+def test_a_case_that_answers_near_zero_has_the_noise_of_the_others() -> None:
+    expected, got = np.full((1, 4), 0.01, np.float32), np.full((1, 4), 0.03, np.float32)
+    assert compare("c", "y", got, expected, FLOORS, usual_scale=1.0).passed
+    assert "SQNR -6.0 dB" in compare("c", "y", got, expected, FLOORS).reason
+    nan = np.array([[np.nan, 1, 1, 1]], np.float32)
+    assert compare("c", "y", nan, nan, FLOORS).passed
+    assert "NaN or infinite" in compare("c", "y", nan, expected, FLOORS, usual_scale=1.0).reason
 
 
 # ------------------------------------------------------------------------------------------------------- command line
