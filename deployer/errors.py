@@ -39,6 +39,8 @@ REASONS: dict[str, str] = {
     "stateful": "pass what is kept between calls in and out as inputs and outputs",
     "train_mode": "leave train() out of forward, and let eval() reach every module",
     "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
+    "not_quantized": "export in fp32 or to another format; nothing in this graph computes in int8 there",
+    "miscompiled": "export to another format; the compiler changed what the quantized model computes",
     "accuracy_lost": "give more calibration data, a metric with the drop that is allowed, or export in fp32",
     "not_faster": "export in fp32, or keep the slower INT8 artifact with --keep-slow",
     "unloadable_artifact": "check the bundle with deployer validate; export it again, here or to another format",
