@@ -13,6 +13,10 @@ _ISA_FLAGS = re.compile(
     r"^(sse\w*|ssse3|avx\w*|amx\w*|fma|f16c|bmi[12]|abm|popcnt|movbe|adx|sha_ni|vaes|vpclmulqdq|gfni|asimd\w*|sve\w*)$"
 )
 
+#: CPU features of which each alone is enough for INT8 products to be summed in 32 bits: x86's VNNI in its three forms,
+#: Arm's dot product
+INT8_IN_32_BITS = ("amx_int8", "avx512_vnni", "avx_vnni", "asimddp")
+
 
 def architecture() -> str:
     """`x86_64`, `aarch64`, …"""
@@ -27,6 +31,15 @@ def cpu_features() -> tuple[str, ...]:
         return ()
     found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
     return tuple(sorted(flag for flag in set(found[1].split()) if _ISA_FLAGS.match(flag))) if found else ()
+
+
+def sums_int8_in_32_bits() -> bool:
+    """Whether this CPU adds the products of two INT8 numbers in 32 bits.
+
+    Others (x86 with AVX2 or AVX512 alone) add two of them in 16, where 255 · 127 + 255 · 127 no longer fits: such a sum
+    is cut off without a word, unless weights have 7 bits.
+    """
+    return not set(INT8_IN_32_BITS).isdisjoint(cpu_features())
 
 
 def cpu_name() -> str:

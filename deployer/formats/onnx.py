@@ -16,11 +16,13 @@ from deployer.formats.record import ExportJob, Format, Loaded, LoadJob
 from deployer.formats.refusals import operator_in, reason_in
 from deployer.formats.traceable import export_program
 from deployer.formats.trail import Inside, eager_steps
+from deployer.quantize.calibration import Calibration
+from deployer.quantize.workbench import Workbench
 from deployer.spec import Array, Arrays, ModelSpec
 
 log = logging.getLogger(__name__)
 
-_ARTIFACT = "model.onnx"
+ARTIFACT = "model.onnx"
 _NO_CPU = "session.disable_cpu_ep_fallback"
 _PROVIDERS = {
     "cpu": ["CPUExecutionProvider"],
@@ -56,8 +58,8 @@ def export(job: ExportJob) -> dict[str, Any]:
     # inside the graph, and ONNX Runtime refuses the file. Inputs and outputs keep their names, the others give way.
     NameFixPass()(onnx_program.model)
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in program.state_dict.values())
-    onnx_program.save(str(job.folder / _ARTIFACT), external_data=weights_bytes > _SINGLE_FILE_LIMIT_BYTES)
-    opset = check_axes(job.folder / _ARTIFACT, job.spec)
+    onnx_program.save(str(job.folder / ARTIFACT), external_data=weights_bytes > _SINGLE_FILE_LIMIT_BYTES)
+    opset = check_axes(job.folder / ARTIFACT, job.spec)
     return {"opset": opset, **exported.details} | ({"decomposed": replaced} if replaced else {})
 
 
@@ -129,7 +131,7 @@ def check_axes(path: Path, spec: ModelSpec) -> int:
 
 def load(job: LoadJob) -> Loaded:
     """Open the file on the target's device, as `open_model` does."""
-    return open_model(str(job.folder / _ARTIFACT), job)
+    return open_model(str(job.folder / ARTIFACT), job)
 
 
 def open_model(model: str | bytes, job: LoadJob, **options: Any) -> Loaded:
@@ -180,7 +182,7 @@ def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) ->
     import onnx
     import onnxruntime
 
-    model = onnx.load(job.folder / _ARTIFACT)
+    model = onnx.load(job.folder / ARTIFACT)
     sources = {
         node.output[0]: found[1]
         for node in model.graph.node
@@ -207,9 +209,15 @@ def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedP
     return _fx_passes.decompose_with_registry(program, registry)
 
 
+def make_workbench(job: ExportJob, calibration: Calibration) -> Workbench:
+    from deployer.formats.onnx_int8 import OnnxWorkbench
+
+    return OnnxWorkbench(job, calibration)
+
+
 FORMAT = Format(
     name="onnx",
-    artifact=_ARTIFACT,
+    artifact=ARTIFACT,
     summary="dynamo exporter, run by ONNX Runtime",
     export=export,
     load=load,
@@ -217,6 +225,7 @@ FORMAT = Format(
     run_modules=("onnxruntime",),
     extra="cpu",
     devices=tuple(_PROVIDERS),
+    workbench=make_workbench,
     tools=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
     look=look,
 )

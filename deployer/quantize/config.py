@@ -35,12 +35,16 @@ class StaticInt8(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="s
 
 
 class DynamicInt8(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dynamic", tag_field="method"):
-    """Activations' ranges taken at run time; linear layers (and recurrent ones) alone."""
+    """Activations' ranges taken at run time; linear layers (and recurrent ones) alone.
+
+    `reduce_range` and `smooth` as in StaticInt8; with `smooth`, calibration data fix what channels are divided by.
+    """
 
     reduce_range: bool = True
+    smooth: float | None = None
 
     def __str__(self) -> str:
-        return "dynamic"
+        return "dynamic" if self.smooth is None else f"dynamic smooth {self.smooth:g}"
 
 
 class WeightOnlyInt8(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weight-only", tag_field="method"):
