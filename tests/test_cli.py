@@ -71,7 +71,7 @@ def test_the_chain_of_a_users_own_model(tmp_path: Path) -> None:
         (["export"], 2, ["--format"]),
         (["export", "absent.pt", "--format", "onnx", "--model", "m.py:f", "--samples", "s.npz"], 2, ["absent.pt"]),
         (["export", "x", "--format", "onxx"], 2, ["did you mean 'onnx'"]),
-        (["export", "x", "--format", "onnx", "--precision", "int8"], 2, ["not built yet"]),
+        (["export", "x", "--format", "torchscript", "--precision", "int8"], 2, ["not built yet"]),
         (["export", "x", "--format", "onnx", "--precision", "fp23"], 2, ["did you mean 'fp32'"]),
         (["export", "x", "--format", "onnx", "--args", "{bad"], 2, ["--args is not JSON"]),
         (["export", "--frmat", "onnx"], 2, ["--format"]),

@@ -225,6 +225,7 @@ FORMAT = Format(
     run_modules=("onnxruntime",),
     extra="cpu",
     devices=tuple(_PROVIDERS),
+    precisions=("fp32", "int8"),
     workbench=make_workbench,
     tools=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
     look=look,
