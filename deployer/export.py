@@ -34,6 +34,7 @@ from deployer.validate import (
     Reference,
     ValidationReport,
     make_reference,
+    measure_rounding,
     read_report,
     run_gate,
     without_found_ranges,
@@ -174,6 +175,7 @@ def _build(
 ) -> tuple[ValidationReport, str]:
     """The report and, where INT8 was rejected for itself, the class of reason."""
     spec, samples = reference.spec or checkpoint.spec, checkpoint.samples
+    reference = measure_rounding(checkpoint, reference, target.precision)
     log.info("exporting %s", target.slug)
     if int8 is not None:
         quantized = quantize(checkpoint, target, int8, reference, staging, fp32)

@@ -129,9 +129,8 @@ def _asks(bundle: Bundle) -> list[_Ask]:
             if not _carries(bundle.spec, arrays, form):
                 continue
             request = encode_request(arrays, kind)
-            asks.append(
-                _Ask(form, number, request, accept, Probe(request.body, request.content_type, accept, expected))
-            )
+            probe = Probe(request.body, request.content_type, accept, arrays, expected)
+            asks.append(_Ask(form, number, request, accept, probe))
     return asks
 
 

@@ -31,7 +31,7 @@ from deployer.formats.traceable import export_program
 from deployer.package import package
 from deployer.runtime import open_bundle
 from deployer.spec import Array, Dim, ModelSpec, TensorSpec
-from deployer.validate import Reference, validate
+from deployer.validate import Reference, read_report, validate
 from tests.test_cli import assert_one_line_error, deployer
 
 pytest.importorskip("tensorrt_rtx", reason="needs the extra 'trt-rtx'; scripts/venv installs it")
@@ -83,6 +83,8 @@ def test_without_a_gpu_the_gate_runs_the_onnx_file_and_says_so(engines: Mapping[
         assert "model.plan was built, not executed" in report.engine
         assert len(report.checks) > 10
         assert ("rounded to float16" in report.engine) == (precision == "fp16")
+        assert bool(report.rounding) == (precision == "fp16")  # what half precision does to the eager model
+        assert report.rounding == read_report(read_bundle(engines[precision])).rounding
     done = deployer("inspect", engines["fp32"], "--json")
     assert json.loads(done.stdout)["facts"]["gate"] == "passed; built, not executed"
 

@@ -28,7 +28,7 @@ from deployer.machine import cpu_name, gpu_fault
 from deployer.runtime import Runner, open_bundle
 from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays, ModelSpec
-from deployer.validate import Reference, cases_for, compare, limits_for, read_references, read_report
+from deployer.validate import Reference, cases_for, measure_of, read_references, read_report
 
 log = logging.getLogger(__name__)
 
@@ -138,23 +138,20 @@ class _Checker:
     def __init__(self, bundle: Bundle) -> None:
         self.spec = bundle.spec
         self.samples = bundle.samples()[0]
-        self.noise = read_report(bundle).noise
-        self.limits = limits_for(bundle.manifest.target.precision)
-        self.reference = read_references(bundle, self.noise)
-        self.scales = self.reference.scales()
+        self.reference = read_references(bundle, read_report(bundle).noise)
+        self.measure = measure_of(bundle, self.reference)
 
     def inputs(self, sizes: dict[str, int]) -> dict[str, Array]:
         return sized_inputs(self.spec, self.samples, sizes)
 
-    def check(self, outputs: Arrays, sizes: dict[str, int]) -> None:
-        """Raises GateError naming the output that differs from the reference."""
+    def check(self, arrays: Arrays, outputs: Arrays, sizes: dict[str, int]) -> None:
+        """Raises GateError naming the output that differs from the reference. `arrays` are the inputs."""
         expected = _expected(self.spec, self.reference, sizes)
         case = " ".join(f"{name}={size}" for name, size in sizes.items()) or "the samples"
-        for name, array in expected.items():
-            found = compare(case, name, outputs[name], array, self.limits, self.noise[name], self.scales[name])
+        for found in self.measure.check(case, arrays, outputs, expected):
             if not found.passed:
                 raise GateError(
-                    f"wrong answer at {case}, output '{name}': {found.reason}; nothing was measured, run "
+                    f"wrong answer at {case}, output '{found.output}': {found.reason}; nothing was measured, run "
                     "`deployer validate`"
                 )
 
@@ -185,7 +182,7 @@ def _measure_row(runner: Runner, checker: _Checker, batch_size: int | None, limi
     with _collector_off():
         warmup = _warm_up(runner, checker, arrays, sizes, limits)
         latencies_ms, wall_s, last = _timed_runs(runner, arrays, limits)
-    checker.check(last, sizes)
+    checker.check(arrays, last, sizes)
     return InProcessRow(
         batch_size=batch_size,
         sizes=sizes,
@@ -203,7 +200,7 @@ def _warm_up(runner: Runner, checker: _Checker, arrays: Arrays, sizes: dict[str,
     started = time.perf_counter()
     outputs = runner(arrays)
     first_ms = (time.perf_counter() - started) * 1e3
-    checker.check(outputs, sizes)
+    checker.check(arrays, outputs, sizes)
     latencies_ms: list[float] = []
     steady = False
     while not steady and len(latencies_ms) + 1 < limits.warmup_max_runs:

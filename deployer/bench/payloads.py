@@ -7,7 +7,7 @@ first answer is taken for right, and every later answer to the same body must eq
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,10 +19,11 @@ from deployer.client import encode
 from deployer.errors import RequestError, SampleError, UsageError
 from deployer.protocol import JSON, NPY, Decoded, decode_request, parse_npy
 from deployer.samples import check_samples, read_samples
-from deployer.spec import Array, Arrays, ModelSpec, TensorSpec, numpy_dtype
+from deployer.spec import Array, Arrays, TensorSpec, numpy_dtype
 
 if TYPE_CHECKING:
     from deployer.bundle import Bundle
+    from deployer.validate import Measure
 
 #: what --body takes, and its media type
 BODIES = {"json": JSON, "npy": NPY}
@@ -97,7 +98,7 @@ def _encode(arrays: Arrays, body: str) -> bytes:
 
 def _from_bundle(path: Path, input_path: Path | None, body: str | None) -> Traffic:
     from deployer.bundle import read_bundle
-    from deployer.validate import read_report, usual_scales
+    from deployer.validate import measure_of
 
     bundle = read_bundle(path)
     spec = bundle.spec
@@ -113,10 +114,8 @@ def _from_bundle(path: Path, input_path: Path | None, body: str | None) -> Traff
     else:
         data, kind = _read_input(input_path, body, spec.inputs[0].name if len(spec.inputs) == 1 else "")
         bodies = (data,)
-        answers, items = _computed_answer(bundle, data, kind)
-    checker = ReferenceAnswers(
-        spec, answers, kind, bundle.manifest.target.precision, read_report(bundle).noise, usual_scales(bundle)
-    )
+        requests, answers, items = _computed_answer(bundle, data, kind)
+    checker = ReferenceAnswers(measure_of(bundle), requests, answers, kind)
     return Traffic(bodies, kind, items, checker)
 
 
@@ -144,8 +143,10 @@ def _row(tensors: Sequence[TensorSpec], arrays: Arrays, batch: str, row: int) ->
     return {tensor.name: arrays[tensor.name].take(row, axis=tensor.shape.index(batch)) for tensor in tensors}
 
 
-def _computed_answer(bundle: Bundle, data: bytes, kind: str) -> tuple[list[dict[str, Array]], int]:
-    """What the bundle answers here to the user's request: the reference for the server's answers; and its items."""
+def _computed_answer(
+    bundle: Bundle, data: bytes, kind: str
+) -> tuple[list[dict[str, Array]], list[dict[str, Array]], int]:
+    """The user's request, what the bundle answers to it here (the reference for the server's answers), its items."""
     from deployer.runtime import open_bundle
 
     spec = bundle.spec
@@ -157,42 +158,28 @@ def _computed_answer(bundle: Bundle, data: bytes, kind: str) -> tuple[list[dict[
     with open_bundle(bundle) as runner:
         outputs = runner(arrays)
     if request.one_item and spec.batch is not None:
-        return [_row(spec.outputs, outputs, spec.batch, 0)], 1
-    return [outputs], request.sizes.get(spec.batch or "", 1)
+        return [arrays], [_row(spec.outputs, outputs, spec.batch, 0)], 1
+    return [arrays], [outputs], request.sizes.get(spec.batch or "", 1)
 
 
 class ReferenceAnswers:
     """Right is what the gate would pass: the reference's names, shapes, dtypes and, within tolerance, values."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        answers: Sequence[Arrays],
-        body: str,
-        precision: str,
-        noise: Mapping[str, float],
-        scales: Mapping[str, float],
-    ) -> None:
-        from deployer.validate import limits_for
-
-        self._spec = spec
+    def __init__(self, measure: Measure, requests: Sequence[Arrays], answers: Sequence[Arrays], body: str) -> None:
+        self._measure = measure
+        self._spec = measure.spec
+        self._requests = requests
         self._answers = answers
         self._body = body
-        self._limits = limits_for(precision)
-        self._noise = noise
-        self._scales = scales
 
     def is_right(self, payload: int, body: bytes) -> bool:
-        from deployer.validate import compare
-
         expected = self._answers[payload]
         try:
             got = self._decode(body)
         except (ValueError, TypeError, OverflowError, RecursionError, msgspec.DecodeError, RequestError):
             return False
         return sorted(got) == sorted(expected) and all(
-            compare("", name, got[name], array, self._limits, self._noise[name], self._scales[name]).passed
-            for name, array in expected.items()
+            check.passed for check in self._measure.check("", self._requests[payload], got, expected)
         )
 
     def _decode(self, body: bytes) -> dict[str, Array]:

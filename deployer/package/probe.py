@@ -18,7 +18,7 @@ from deployer.errors import RequestError
 from deployer.package.settings import why_not_stackable
 from deployer.protocol import JSON, NPY, decode_answer, encode_inputs, npy_bytes, oip
 from deployer.spec import Array, Arrays, TensorSpec
-from deployer.validate import compare, limits_for, read_report, usual_scales
+from deployer.validate import measure_of
 
 #: an input that no model has: TensorSpec names are identifiers
 BAD_FIELD = "no such input"
@@ -29,11 +29,12 @@ _ROWS = 3
 
 @dataclass(frozen=True)
 class Probe:
-    """A request that must be answered with `expected`, and its request as JSON for people to copy."""
+    """The body of a request for `inputs`, which must be answered with `expected`."""
 
     body: bytes
     content_type: str
     accept: str
+    inputs: dict[str, Array]
     expected: dict[str, Array]
 
 
@@ -67,8 +68,8 @@ def _row(tensors: Sequence[TensorSpec], arrays: Arrays, batch: str, row: int) ->
 def _probe(arrays: dict[str, Array], expected: dict[str, Array], *, binary: bool) -> Probe:
     accept = NPY if binary and len(expected) == 1 else JSON
     if binary and len(arrays) == 1:
-        return Probe(npy_bytes(next(iter(arrays.values()))), NPY, accept, expected)
-    return Probe(encode_inputs(arrays), JSON, accept, expected)
+        return Probe(npy_bytes(next(iter(arrays.values()))), NPY, accept, arrays, expected)
+    return Probe(encode_inputs(arrays), JSON, accept, arrays, expected)
 
 
 def judge(probe: Probe, bundle: Bundle, status: int, body: bytes, content_type: str, header_length: str = "") -> str:
@@ -83,14 +84,13 @@ def judge(probe: Probe, bundle: Bundle, status: int, body: bytes, content_type: 
         outputs = {bundle.spec.outputs[0].name: outputs[""]}
     if sorted(outputs) != sorted(probe.expected):
         return f"a sample was answered with outputs {sorted(outputs)} instead of {sorted(probe.expected)}"
-    limits, noise = limits_for(bundle.manifest.target.precision), read_report(bundle).noise
-    scales = usual_scales(bundle)
-    for name, reference in probe.expected.items():
-        expected = _through_json(reference) if content_type.startswith(JSON) else reference
-        got = _typed(outputs[name], expected)
-        check = compare("sample", name, got, expected, limits, noise.get(name, 0.0), scales[name])
+    expected = probe.expected
+    if content_type.startswith(JSON):
+        expected = {name: _through_json(array) for name, array in expected.items()}
+    typed = {name: _typed(outputs[name], array) for name, array in expected.items()}
+    for check in measure_of(bundle).check("the sample", probe.inputs, typed, expected):
         if not check.passed:
-            return f"output '{name}' of a sample differs from the eager model's: {check.reason}"
+            return f"output '{check.output}' of a sample differs from the eager model's: {check.reason}"
     return ""
 
 

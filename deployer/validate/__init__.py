@@ -19,10 +19,20 @@ from deployer.runtime import open_bundle_for_gate
 from deployer.validate.batching import take_row
 from deployer.validate.cases import Case, cases_for, refusals_for, scatter, stress_cases
 from deployer.validate.compare import TOLERANCES, OutputCheck, Tolerance, compare, limits_for
-from deployer.validate.gate import SCHEMA_VERSION, ValidationReport, read_references, read_report, run_gate
+from deployer.validate.gate import (
+    SCHEMA_VERSION,
+    Measure,
+    ValidationReport,
+    check_proof,
+    measure_of,
+    read_references,
+    read_report,
+    run_gate,
+)
 from deployer.validate.localize import Departure, localize
 from deployer.validate.ranges import without_found_ranges
-from deployer.validate.reference import Reference, make_reference, usual_scales, write_references
+from deployer.validate.reference import Reference, make_reference, write_references
+from deployer.validate.rounding import measure_rounding
 from deployer.validate.selfcheck import ModelFacts
 
 __all__ = [
@@ -30,16 +40,20 @@ __all__ = [
     "TOLERANCES",
     "Case",
     "Departure",
+    "Measure",
     "ModelFacts",
     "OutputCheck",
     "Reference",
     "Tolerance",
     "ValidationReport",
     "cases_for",
+    "check_proof",
     "compare",
     "limits_for",
     "localize",
     "make_reference",
+    "measure_of",
+    "measure_rounding",
     "read_references",
     "read_report",
     "refusals_for",
@@ -47,7 +61,6 @@ __all__ = [
     "scatter",
     "stress_cases",
     "take_row",
-    "usual_scales",
     "validate",
     "without_found_ranges",
     "write_references",
@@ -69,7 +82,8 @@ def validate(path: str | Path, *, checkpoint: Checkpoint | None = None, threads:
                 f"'{bundle.path}' was made from weights {bundle.manifest.source.sha256[:12]}…, "
                 f"'{checkpoint.source}' holds {checkpoint.sha256[:12]}…; give the checkpoint it was made from"
             )
-        reference = make_reference(replace(checkpoint, spec=bundle.spec, samples=inputs))
+        checkpoint = replace(checkpoint, spec=bundle.spec, samples=inputs)
+        reference = measure_rounding(checkpoint, make_reference(checkpoint), bundle.manifest.target.precision)
     else:
         reference = read_references(bundle, read_report(bundle).noise)
     with open_bundle_for_gate(bundle, threads=threads) as runner:

@@ -12,6 +12,7 @@ from deployer.spec import Array, Arrays, ModelSpec, TensorSpec
 
 _SEED = 20_261_130
 _STRESS_ROWS = 3
+_FLOATS = "floats "
 _DENORMAL = 1e-40  # of float32: below the smallest normal number, 1.2e-38
 
 
@@ -125,6 +126,11 @@ def is_mask(array: Array) -> bool:
     return bool(array.size and array.any() and np.isin(array, (0, 1)).all())
 
 
+def is_float_pattern(case: str) -> bool:
+    """Whether a stress case, by its name, changes the size of all floats."""
+    return case.startswith(_FLOATS)
+
+
 def _float_patterns(spec: ModelSpec, base: Arrays) -> Iterator[tuple[str, dict[str, Array]]]:
     """All float inputs changed together."""
     floats = {tensor.name: base[tensor.name] for tensor in spec.inputs if tensor.dtype.startswith("float")}
@@ -143,16 +149,16 @@ def _scaled_floats(floats: Arrays) -> Iterator[tuple[str, dict[str, Array]]]:
         with np.errstate(over="ignore"):
             scaled = {key: (array * array.dtype.type(factor)).astype(array.dtype) for key, array in floats.items()}
         if all(np.isfinite(array).all() for array in scaled.values()):
-            yield f"floats {name}", scaled
+            yield f"{_FLOATS}{name}", scaled
     yield (
-        "floats denormal",
+        f"{_FLOATS}denormal",
         {
             key: (array / max(float(np.abs(array).max(initial=0)), 1e-30) * _DENORMAL).astype(array.dtype)
             for key, array in floats.items()
         },
     )
     yield (
-        "floats of mixed magnitude",
+        f"{_FLOATS}of mixed magnitude",
         {
             key: (array * np.resize(np.array([1, 30, 1e-3, 1], array.dtype), array.shape)).astype(array.dtype)
             for key, array in floats.items()

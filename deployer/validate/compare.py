@@ -1,11 +1,12 @@
 """One output of an artifact against the eager model's: what is allowed, and what the difference is.
 
 Floats. An element passes when |got − reference| ≤ atol + rtol·|reference|, with
-atol = max(atol_scale·scale, 4·min(noise, 1e-3·scale), 1e-30). scale is the root mean square of the reference output in
-that case, or 1 % of that output's largest over the ordinary cases where this is more (a case that happens to answer
-zeros). noise is what the eager model itself was seen to move by, in absolute terms; it counts up to 1e-3·scale.
-rtol and atol_scale come from the artifact's precision (`TOLERANCES`); rtol is at least one step of the output's dtype.
-Nothing else loosens it.
+atol = max(atol_scale·scale, 4·min(noise, 1e-3·scale), 2·min(rounding, 1e-2·scale), 1e-30). scale is the root mean
+square of the reference output in that case, or 1 % of that output's largest over the ordinary cases where this is more
+(a case that happens to answer zeros). noise is what the eager model itself was seen to move by, in absolute terms; it
+counts up to 1e-3·scale. rounding is what the eager model moves by when every value in it is rounded to the artifact's
+precision, 0 for fp32; it counts up to 1e-2·scale. rtol and atol_scale come from the artifact's precision
+(`TOLERANCES`); rtol is at least one step of the output's dtype. Nothing else loosens it.
 
 An INT8 artifact has no elementwise tolerance: the step of an activation is a share of its whole range, so the error of
 a small value is as large as that of a large one. Its outputs are held to the floors of a case
@@ -17,7 +18,7 @@ differs counts as a tie where the scores that it ranks tie (`Ranking`). Complex 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +29,8 @@ from deployer.spec import Array, Arrays, ModelSpec
 
 NOISE_FACTOR = 4.0
 NOISE_CEILING = 1e-3  # of the output's scale: noise beyond it is no noise
+ROUNDING_FACTOR = 2.0  # two right artifacts round at other places, each about as far from float32
+ROUNDING_CEILING = 1e-2  # of the output's scale: beyond it, the precision does not carry the model
 SCALE_SHARE = 0.01  # of the output's usual scale, for cases that answer near zero
 _ATOL_FLOOR = 1e-30
 
@@ -109,10 +112,17 @@ def allowed_scale(expected: Array, usual_scale: float) -> float:
     return max(rms(expected), SCALE_SHARE * usual_scale)
 
 
-def allowed_error(expected: Array, tolerance: Tolerance, noise: float = 0.0, usual_scale: float = 0.0) -> Array:
+def allowed_error(
+    expected: Array, tolerance: Tolerance, noise: float = 0.0, usual_scale: float = 0.0, rounding: float = 0.0
+) -> Array:
     """What the formula above allows at each element of a float output, float64 of its shape."""
     scale = allowed_scale(expected, usual_scale)
-    atol = max(tolerance.atol_scale * scale, NOISE_FACTOR * min(noise, NOISE_CEILING * scale), _ATOL_FLOOR)
+    atol = max(
+        tolerance.atol_scale * scale,
+        NOISE_FACTOR * min(noise, NOISE_CEILING * scale),
+        ROUNDING_FACTOR * min(rounding, ROUNDING_CEILING * scale),
+        _ATOL_FLOOR,
+    )
     rtol = max(tolerance.rtol, float(np.finfo(expected.dtype).eps))
     with np.errstate(invalid="ignore"):
         allowed: Array = atol + rtol * np.abs(expected.astype(np.float64))
@@ -128,6 +138,7 @@ def compare(
     noise: float = 0.0,
     usual_scale: float = 0.0,
     tied: Array | None = None,
+    rounding: float = 0.0,
 ) -> OutputCheck:
     """Hold one output of an artifact to the eager model's.
 
@@ -135,6 +146,7 @@ def compare(
     `noise`        absolute, as measured on the eager model
     `usual_scale`  the output's largest rms over the ordinary cases
     `tied`         for an index output: bool of its shape, True where the artifact's index is a tie (see `tied_indices`)
+    `rounding`     absolute, as measured on the eager model rounded to the artifact's precision
     """
     if got.shape != expected.shape or got.dtype != expected.dtype:
         reason = f"{got.dtype}{list(got.shape)} instead of {expected.dtype}{list(expected.shape)}"
@@ -145,7 +157,7 @@ def compare(
         return _compare_exactly(case, name, got, expected, tied, slack)
     if isinstance(limits, Floors):
         return _compare_by_floors(case, name, got, expected, limits, usual_scale)
-    allowed = allowed_error(expected, limits, noise, usual_scale)
+    allowed = allowed_error(expected, limits, noise, usual_scale, rounding)
     scale = allowed_scale(expected, usual_scale)
     return _compare_floats(case, name, got.astype(np.float64), expected.astype(np.float64), allowed, scale)
 
@@ -247,6 +259,20 @@ class Ranking:
     from_inputs: bool
     axis: int
     largest: bool
+
+    def __str__(self) -> str:
+        best, source = "largest" if self.largest else "smallest", "input" if self.from_inputs else "output"
+        return f"positions of the {best} along axis {self.axis} of {source} '{self.scores}'"
+
+
+def recorded_rankings(spec: ModelSpec, recorded: Mapping[str, str], case: tuple[Arrays, Arrays]) -> dict[str, Ranking]:
+    """The rankings that a report tells in words, from any case of the model's inputs and outputs."""
+    return {
+        name: ranking
+        for name, words in recorded.items()
+        for ranking in _candidates(spec, name, case)
+        if str(ranking) == words
+    }
 
 
 def find_rankings(spec: ModelSpec, cases: Iterable[tuple[Arrays, Arrays]]) -> dict[str, Ranking]:

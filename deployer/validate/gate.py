@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from deployer.bundle import VALIDATION, Bundle
-from deployer.errors import BundleError, RequestError, first_line
+from deployer.errors import BundleError, GateError, RequestError, first_line
 from deployer.formats import Loaded
 from deployer.quantize.score import Floors
 from deployer.runtime import Runner
-from deployer.spec import Array, Arrays, ModelSpec
+from deployer.spec import Array, Arrays, ModelSpec, TensorSpec
 from deployer.validate.batching import measure_int8_batching
-from deployer.validate.cases import cases_for, refusals_for
+from deployer.validate.cases import cases_for, refusals_for, stress_cases
 from deployer.validate.compare import (
+    ROUNDING_CEILING,
     OutputCheck,
     Ranking,
     Tolerance,
     allowed_error,
+    allowed_scale,
     compare,
     compare_structure,
     find_rankings,
     limits_for,
+    recorded_rankings,
     tied_indices,
 )
 from deployer.validate.reference import Reference, all_inputs, read_outputs
@@ -40,6 +43,7 @@ class ValidationReport(msgspec.Struct, frozen=True):
 
     `noise`        by output: what the eager model itself moves by; `case_noise` the same in each stress case
     `batch_reason` why requests may not share a run, "" where they may
+    `rounding`     by case and output: what the eager model moves by when it is rounded to `precision`; none for fp32
     `facts`        what the self-checks of the eager model saw and let pass; `notes` says it in words
     `rankings`     which score each index output ranks, in words
     `errors`       inputs at which the eager model raises an index error
@@ -63,6 +67,7 @@ class ValidationReport(msgspec.Struct, frozen=True):
     errors: dict[str, str] = {}
     skipped: dict[str, str] = {}
     floors: Floors | None = None
+    rounding: dict[str, dict[str, float]] = {}
     schema_version: int = SCHEMA_VERSION
 
 
@@ -75,11 +80,12 @@ def run_gate(
     place of tolerances, in stress cases to its structure alone, and its own rows are run alone and in a batch.
     """
     runner = run if isinstance(run, Runner) else Runner(spec, Loaded(run, engine))
-    limits = limits_for(precision)
     rankings = find_rankings(
         spec, ((case.inputs(spec, samples), reference.outputs[case.name]) for case in cases_for(spec))
     )
-    judge = _Judge(runner, spec, reference, limits, rankings)
+    measure = Measure(spec, reference, precision, rankings)
+    limits = measure.limits
+    judge = _Judge(runner, spec, reference, measure)
     checks: list[OutputCheck] = []
     for name, inputs in all_inputs(spec, samples):
         if name in reference.outputs:
@@ -106,24 +112,17 @@ def run_gate(
         batch_reason,
         {case: dict(noise) for case, noise in reference.case_noise.items()},
         reference.facts,
-        (*reference.facts.notes(), *_notes(spec, rankings, checks)),
-        {name: _ranking_words(ranking) for name, ranking in rankings.items()},
+        (*reference.facts.notes(), *_notes(spec, rankings, checks), *_rounding_notes(reference, precision)),
+        {name: str(ranking) for name, ranking in rankings.items()},
         dict(reference.errors),
         dict(reference.skipped),
         floors,
+        {case: dict(moved) for case, moved in reference.rounding.items()},
     )
 
 
 def _reason(check: OutputCheck) -> str:
     return f"{check.output} at {check.case}: {check.reason}" if check.output else f"{check.case}: {check.reason}"
-
-
-def _ranking_words(ranking: Ranking) -> str:
-    best = "largest" if ranking.largest else "smallest"
-    return (
-        f"positions of the {best} along axis {ranking.axis} of {'input' if ranking.from_inputs else 'output'} "
-        f"'{ranking.scores}'"
-    )
 
 
 def _notes(spec: ModelSpec, rankings: Mapping[str, Ranking], checks: list[OutputCheck]) -> Iterator[str]:
@@ -143,23 +142,93 @@ def _notes(spec: ModelSpec, rankings: Mapping[str, Ranking], checks: list[Output
             yield f"{nans} values of '{tensor.name}' are NaN in the eager model and in the artifact alike"
 
 
+def _rounding_notes(reference: Reference, precision: str) -> Iterator[str]:
+    """Where the precision alone moves an output by more than its plain tolerance, at worst."""
+    scales = reference.scales()
+    for name in reference.noise:
+        shares = {
+            case: moved[name] / scale
+            for case, moved in reference.rounding.items()
+            if moved[name] and (scale := allowed_scale(reference.outputs[case][name], scales[name]))
+        }
+        limits, case = limits_for(precision), max(shares, key=lambda at: shares[at], default="")
+        if not case or not isinstance(limits, Tolerance) or shares[case] <= limits.atol_scale:
+            continue
+        counted = f" up to {ROUNDING_CEILING:g}" if shares[case] > ROUNDING_CEILING else ""
+        yield (
+            f"{precision} alone moves the eager model's '{name}' by {shares[case]:.2g} of its rms at {case}; the "
+            f"tolerance counts it{counted}"
+        )
+
+
+class Measure:
+    """Holds answers to the eager model's by a precision's tolerance, ties among indices included: what the gate, the
+    benchmarks and the trial of a package share."""
+
+    def __init__(self, spec: ModelSpec, reference: Reference, precision: str, rankings: Mapping[str, Ranking]) -> None:
+        self.spec = spec
+        self.limits = limits_for(precision)
+        self.rankings = rankings
+        self._reference = reference
+        self._scales = reference.scales()
+
+    def check(self, case: str, inputs: Arrays, got: Arrays, expected: Arrays) -> list[OutputCheck]:
+        """One check for each output. `case` is one of the reference's, or another: then the noise of the ordinary ones
+        counts. Arrays may lack the batch axis, as single items do."""
+        inputs, expected = self._batched(self.spec.inputs, inputs), self._batched(self.spec.outputs, expected)
+        got = self._batched(self.spec.outputs, got)
+        noise, rounding = self._reference.noise_at(case), self._reference.rounding_at(case)
+
+        def ties(name: str) -> Array | None:
+            if name not in self.rankings or np.array_equal(got[name], expected[name]):
+                return None
+            ranking = self.rankings[name]
+            scores = (inputs if ranking.from_inputs else expected)[ranking.scores]
+            if ranking.from_inputs or isinstance(self.limits, Floors):
+                return tied_indices(ranking, got[name], expected[name], scores, scores, None)
+            source = ranking.scores
+            allowed = allowed_error(scores, self.limits, noise[source], self._scales[source], rounding[source])
+            return tied_indices(ranking, got[name], expected[name], got[source], scores, allowed)
+
+        return [
+            compare(
+                case, name, got[name], array, self.limits, noise[name], self._scales[name], ties(name),
+                rounding[name],
+            )
+            for name, array in expected.items()
+        ]  # fmt: skip
+
+    def _batched(self, tensors: Sequence[TensorSpec], arrays: Arrays) -> dict[str, Array]:
+        batched = {}
+        for tensor in tensors:
+            array, axis = arrays[tensor.name], tensor.axis_of(self.spec.batch)
+            lacking = axis is not None and array.ndim == len(tensor.shape) - 1
+            batched[tensor.name] = np.expand_dims(array, axis) if lacking and axis is not None else array
+        return batched
+
+
+def measure_of(bundle: Bundle, reference: Reference | None = None) -> Measure:
+    """What answers to the samples of a bundle, or to rows of them, are held to; with `reference`, to its cases."""
+    report, (inputs, outputs) = read_report(bundle), bundle.samples()
+    reference = reference or Reference(
+        {"samples": outputs},
+        report.noise,
+        report.batch_independent,
+        case_noise=report.case_noise,
+        rounding=report.rounding,
+    )
+    rankings = recorded_rankings(bundle.spec, report.rankings, (inputs, outputs))
+    return Measure(bundle.spec, reference, bundle.manifest.target.precision, rankings)
+
+
 class _Judge:
     """An open artifact before the eager model's answers."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        spec: ModelSpec,
-        reference: Reference,
-        limits: Tolerance | Floors,
-        rankings: Mapping[str, Ranking],
-    ) -> None:
+    def __init__(self, runner: Runner, spec: ModelSpec, reference: Reference, measure: Measure) -> None:
         self._runner = runner
         self._spec = spec
         self._reference = reference
-        self._limits = limits
-        self._rankings = rankings
-        self._scales = reference.scales()
+        self._measure = measure
 
     def answer(self, case: str, inputs: Arrays) -> list[OutputCheck]:
         """One check for each output of a case that the eager model answers."""
@@ -168,35 +237,10 @@ class _Judge:
         except Exception as error:  # noqa: BLE001 - an artifact may fail in any way; it is a verdict, not a crash
             reason = f"the artifact failed with {type(error).__name__}: {first_line(error)}"
             return [OutputCheck(case, tensor.name, False, reason, finite=False) for tensor in self._spec.outputs]
-        expected, noise = self._reference.outputs[case], self._reference.noise_at(case)
-        if isinstance(self._limits, Floors) and case in self._reference.case_noise:
+        expected = self._reference.outputs[case]
+        if isinstance(self._measure.limits, Floors) and case in self._reference.case_noise:
             return [compare_structure(case, name, got[name], array) for name, array in expected.items()]
-        return [
-            compare(
-                case,
-                name,
-                got[name],
-                array,
-                self._limits,
-                noise[name],
-                self._scales[name],
-                self._ties(name, inputs, got, case) if name in self._rankings else None,
-            )
-            for name, array in expected.items()
-        ]
-
-    def _ties(self, name: str, inputs: Arrays, got: Arrays, case: str) -> Array | None:
-        ranking, expected = self._rankings[name], self._reference.outputs[case]
-        if np.array_equal(got[name], expected[name]):
-            return None
-        scores = (inputs if ranking.from_inputs else expected)[ranking.scores]
-        allowed = None
-        if not ranking.from_inputs and isinstance(self._limits, Tolerance):
-            noise = self._reference.noise_at(case)[ranking.scores]
-            allowed = allowed_error(scores, self._limits, noise, self._scales[ranking.scores])
-        return tied_indices(
-            ranking, got[name], expected[name], scores if allowed is None else got[ranking.scores], scores, allowed
-        )
+        return self._measure.check(case, inputs, got, expected)
 
     def error(self, case: str, inputs: Arrays) -> OutputCheck:
         """An index error of the eager model must stay an error."""
@@ -240,6 +284,31 @@ def read_report(bundle: Bundle) -> ValidationReport:
     )
 
 
+def check_proof(bundle: Bundle) -> None:
+    """Raises GateError unless the bundle's own files bear out its `passed`: the report says so too, and every case has
+    a recorded reference and a check that passed for every output, or the reason why not.
+
+    It finds folders that were put together by hand. Who rewrites every file, hashes included, is not found out.
+    """
+    report = read_report(bundle)
+    if not (bundle.manifest.passed and report.passed and not report.reasons):
+        why = f": {report.reasons[0]}" if report.reasons else ""
+        raise GateError(f"'{bundle.path}' has not passed the gate{why}; `deployer validate` shows why, export it again")
+    recorded, (inputs, _) = read_outputs(bundle), bundle.samples()
+    cases = [case.name for case in cases_for(bundle.spec)]
+    cases += [case.name for case in stress_cases(bundle.spec, inputs)]
+    passed = {(check.case, check.output) for check in report.checks if check.passed}
+    for case in cases:
+        if case in report.skipped or (case in report.errors and (case, "") in passed):
+            continue
+        lacking = "reference" if case not in recorded else "check that passed"
+        if case not in recorded or any((case, tensor.name) not in passed for tensor in bundle.spec.outputs):
+            raise GateError(
+                f"'{bundle.path}' says that it passed the gate and records no {lacking} for the case '{case}'; export "
+                "it again"
+            )
+
+
 def read_references(bundle: Bundle, noise: dict[str, float]) -> Reference:
     """The reference recorded in a bundle; `noise` is its report's."""
     report = read_report(bundle)
@@ -253,4 +322,5 @@ def read_references(bundle: Bundle, noise: dict[str, float]) -> Reference:
         report.skipped,
         report.facts,
         bundle.spec,
+        report.rounding,
     )

@@ -42,6 +42,7 @@ class Reference:
 
     `noise`        by output: what the eager model moves by when a row runs in a batch, and its inputs by one ulp
     `case_noise`   by stress case and output: the same there
+    `rounding`     by case and output: what the eager model moves by when it is rounded to an artifact's precision
     `errors`       stress cases in which the eager model ends with an index error, which must stay an error
     `skipped`      stress cases that nothing can be held to, with the reason
     `spec`         the checkpoint's, with the ranges of ids that the model was found to take
@@ -56,6 +57,7 @@ class Reference:
     skipped: Mapping[str, str] = field(default_factory=dict)
     facts: ModelFacts = field(default_factory=ModelFacts)
     spec: ModelSpec | None = None
+    rounding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def scales(self) -> dict[str, float]:
         """Largest root mean square of each output over the ordinary cases."""
@@ -66,6 +68,13 @@ class Reference:
         """The noise of each output in a case: no less than in the ordinary ones."""
         own = self.case_noise.get(case, {})
         return {name: max(value, own.get(name, 0.0)) for name, value in self.noise.items()}
+
+    def rounding_at(self, case: str) -> Mapping[str, float]:
+        """The rounding of each output in a case; in one that was not measured, the most of the ordinary ones."""
+        if case in self.rounding:
+            return self.rounding[case]
+        ordinary = [moved for name, moved in self.rounding.items() if name not in self.case_noise]
+        return {name: max((moved[name] for moved in ordinary), default=0.0) for name in self.noise}
 
 
 def all_inputs(spec: ModelSpec, samples: Arrays) -> Iterator[tuple[str, dict[str, Array]]]:
@@ -232,11 +241,6 @@ def write_references(folder: Path, reference: Reference) -> None:
     """`references.safetensors`: the eager outputs of every case, so that the gate can run again anywhere."""
     arrays = {f"{case}/{name}": array for case, outputs in reference.outputs.items() for name, array in outputs.items()}
     save_file({name: in_c_order(array) for name, array in arrays.items()}, folder / REFERENCES)
-
-
-def usual_scales(bundle: Bundle) -> dict[str, float]:
-    """Root mean square of each of the eager model's outputs for the samples: what one row's error is put against."""
-    return {name: rms(array) for name, array in bundle.samples()[1].items()}
 
 
 def read_outputs(bundle: Bundle) -> dict[str, dict[str, Array]]:

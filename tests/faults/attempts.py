@@ -16,7 +16,7 @@ from deployer.export import export
 from deployer.formats import ExportJob, Loaded, Target, get_format
 from deployer.runtime import Runner, open_artifact
 from deployer.spec import Array, Arrays
-from deployer.validate import make_reference, run_gate
+from deployer.validate import make_reference, measure_rounding, run_gate
 from tests.faults.models import checkpoint_of, reference_of
 
 Attempt = Callable[[], list[str]]
@@ -24,7 +24,7 @@ Answers = dict[str, Array]
 
 
 def _gate(model: str, run: Callable[[Arrays], Answers] | Runner, precision: str = "fp32") -> list[str]:
-    reference = reference_of(model)
+    reference = measure_rounding(checkpoint_of(model), reference_of(model), precision)
     assert reference.spec is not None
     report = run_gate(run, reference.spec, checkpoint_of(model).samples, reference, precision, "seeded")
     assert report.passed == (not report.reasons)

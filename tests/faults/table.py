@@ -164,6 +164,32 @@ def rounded_to_half(model: nn.Module) -> None:
         weight.copy_(weight.half().float())
 
 
+class InHalf(nn.Module):
+    """The model in torch's own half precision, answered in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.half()).float()
+
+
+def one_layer_off(share: float) -> Any:
+    def alter(model: Any) -> nn.Module:
+        model.layers[3].weight.mul_(1 + share)
+        return InHalf(model)
+
+    return alter
+
+
+def zero_deep_layer(model: Any) -> nn.Module:
+    """Its weights scaled below the smallest number of half precision and back."""
+    weight = model.layers[3].weight
+    weight.copy_((weight * 1e-7).half().float() * 1e7)
+    return model  # type: ignore[no-any-return]
+
+
 class InDouble(nn.Module):
     """The model computed in float64, answered in float32."""
 
@@ -363,6 +389,15 @@ VALUES = [
     Row(
         "fp16 off by a percent", put.output("mlp", lambda y: half(y) * np.float32(1.01), "fp16"),
         "fp16 off by 1e-3", put.output("mlp", lambda y: half(y) * np.float32(1 + 1e-3), "fp16"),
+    ),
+    Row(
+        "half precision with one layer of many off by 2 %", put.module("deep mlp", one_layer_off(0.02), "fp16"),
+        "half precision through many layers", put.module("deep mlp", InHalf, "fp16"),
+    ),
+    Row(
+        "half precision flushed to zero in a layer of many",
+        put.module("deep mlp", lambda m: InHalf(zero_deep_layer(m)), "fp16"),
+        "half precision through a recurrent net", put.module("deep lstm", InHalf, "fp16"),
     ),
     Row(
         "double through float", put.output("doubles", through_float),
