@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
-from deployer.bundle import Bundle, read_bundle, write_manifest
+from deployer.bundle import Bundle, file_hashes, read_bundle, write_manifest
 from deployer.errors import BundleError, DeployerError, GateError, IntegrityError, MachineError, UsageError
 from deployer.export import export
 from deployer.formats import Target
@@ -149,6 +150,41 @@ def test_a_bundle_that_has_not_passed_is_refused(onnx: Bundle, tmp_path: Path) -
     shutil.copytree(onnx.path, folder)
     write_manifest(folder, msgspec.structs.replace(onnx.manifest, passed=False))
     with pytest.raises(GateError, match="has not passed the gate"):
+        package(folder, output=tmp_path / "store")
+
+
+def report_with(folder: Path, **changes: Any) -> None:
+    document = json.loads((folder / "validation.json").read_text())
+    (folder / "validation.json").write_text(json.dumps(document | changes))
+
+
+def drop_stress_references(folder: Path) -> None:
+    arrays = load_file(folder / "references.safetensors")
+    save_file({name: array for name, array in arrays.items() if "zeros" not in name}, folder / "references.safetensors")
+
+
+def drop_a_check(folder: Path) -> None:
+    checks = json.loads((folder / "validation.json").read_text())["checks"]
+    report_with(folder, checks=[check for check in checks if check["case"] != "batch=7"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: report_with(folder, passed=False), "has not passed the gate"),
+        (lambda folder: report_with(folder, reasons=["off"]), "has not passed the gate: off"),
+        (drop_stress_references, "records no reference for the case 'floats zeros'"),
+        (drop_a_check, "records no check that passed for the case 'batch=7'"),
+    ],
+)
+def test_a_manifest_that_says_passed_is_held_to_the_other_files(
+    spoil: Callable[[Path], None], words: str, onnx: Bundle, tmp_path: Path
+) -> None:
+    folder = tmp_path / "put_together"
+    shutil.copytree(onnx.path, folder)
+    spoil(folder)
+    write_manifest(folder, msgspec.structs.replace(onnx.manifest, sha256=file_hashes(folder)))
+    with pytest.raises(GateError, match=words):
         package(folder, output=tmp_path / "store")
 
 

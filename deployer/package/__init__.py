@@ -15,6 +15,7 @@ from deployer.package import torchserve
 from deployer.package.mar import HOOKS_MAIN, HOOKS_REQUIREMENTS
 from deployer.package.record import Engine, HookFiles
 from deployer.package.settings import Settings, choose_settings
+from deployer.validate import check_proof
 
 __all__ = ["ENGINES", "Engine", "HookFiles", "Settings", "get_engine", "package"]
 
@@ -57,8 +58,7 @@ def package(
     if hooks is not None:
         _check_hooks(hooks)
     opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
-    if not opened.manifest.passed:
-        raise GateError(f"'{opened.path}' has not passed the gate; `deployer validate` shows why, export it again")
+    check_proof(opened)
     if not opened.manifest.executed and not allow_unexecuted:
         raise GateError(
             f"'{opened.path}' was built and never executed: the gate ran what it was made from, on a machine without a "
