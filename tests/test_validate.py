@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deployer.bundle import file_hashes, read_bundle, write_manifest
 from deployer.checkpoint import Checkpoint
-from deployer.cli.export import _finish
+from deployer.cli.export import _finish, _worst
 from deployer.cli.validate import _print_table
 from deployer.errors import BundleError, GateError
 from deployer.export import export, export_all
@@ -236,6 +236,19 @@ def test_an_answer_that_never_came_has_no_figures(
     rows = {line.split()[0]: line.split()[2:] for line in lines if line.split()[1:2] == ["output"]}
     assert rows["batch=7"] == ["failed", "–", "–", "–", "–", "–"]
     assert rows["batch=3"] == ["passed", "0.00e+00", "0.00e+00", "1.000000", "100.0%", "0.000"]
+
+
+def test_the_largest_error_of_the_table_is_that_of_real_data(scale: tuple[Checkpoint, Reference]) -> None:
+    checkpoint, reference = scale
+
+    def run(inputs: Arrays) -> dict[str, Array]:
+        return {"output": 2 * inputs["x"] * np.float32(1 + 1e-5)}
+
+    report = run_gate(run, checkpoint.spec, checkpoint.samples, reference, "fp32", "test")
+    worst = _worst(report)
+    assert 1e-5 < worst["max_abs"] < 1e-4  # outputs of up to 2, times 1e-5
+    assert max(check.max_abs for check in report.checks) > 1e-3  # at a thousand times the samples
+    assert worst["error_over_allowed"] == max(check.error_over_allowed for check in report.checks)
 
 
 def test_mixed_up_rows_are_seen(scale: tuple[Checkpoint, Reference]) -> None:
