@@ -16,7 +16,10 @@ from deployer.checkpoint import Checkpoint, load_checkpoint
 from deployer.checkpoint.eager import run_eager
 from deployer.errors import RequestError
 from deployer.export import export
-from deployer.formats import Target
+from deployer.formats import ExportJob, Target
+from deployer.formats.onnx_int8 import OnnxWorkbench
+from deployer.quantize.calibration import Calibration
+from deployer.quantize.config import DynamicInt8
 from deployer.runtime import Runner, open_bundle
 from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays
@@ -154,3 +157,29 @@ def test_values_that_the_model_does_not_know_are_refused(runner: Runner, name: s
     inputs[name][0, 2] = value
     with pytest.raises(RequestError, match=name):
         runner(inputs)
+
+
+def test_int8_keeps_the_directions_and_the_order_of_similarities(minilm_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Calibrated on every other sentence, held to all: with weights of 8 bits, and of the 7 that any CPU takes."""
+    samples = minilm_checkpoint.samples
+    half = {name: array[::2] for name, array in samples.items()}
+    job = ExportJob(minilm_checkpoint.build(), minilm_checkpoint.spec, samples, Target("onnx", "int8"), tmp_path)
+    bench = OnnxWorkbench(job, Calibration("sentences", "0" * 64, 10, (half,), ()))
+    expected = run_eager(minilm_checkpoint.build(), minilm_checkpoint.spec, samples)["embedding"]
+    first = bench.methods()[0]
+    assert isinstance(first, DynamicInt8)
+    assert first.smooth is not None
+
+    def ranks(vectors: Array) -> Array:
+        """The place of each pair of sentences in the order of their similarities."""
+        return np.argsort(np.argsort((vectors @ vectors.T)[np.triu_indices(len(vectors), 1)]))
+
+    for reduce_range in (False, True):
+        trial = bench.attempt(DynamicInt8(reduce_range, first.smooth))
+        assert len(trial.layers) == 36  # six for each of six blocks
+        got = trial.call(samples)["embedding"]
+        assert (got * expected).sum(1).min() >= 0.99
+        assert np.corrcoef(ranks(got), ranks(expected))[0, 1] >= 0.99
+        alone = trial.call({name: array[:1] for name, array in samples.items()})["embedding"]
+        np.testing.assert_allclose(alone, got[:1], rtol=0, atol=ATOL)
+        assert bench.write(trial)["int8"]["layers"] == 36

@@ -34,7 +34,7 @@ NO_SCALES: Mapping[str, Array] = {}
 
 _ROWS_AT_ONCE = 8  # with every value kept, memory grows with the rows
 _SINGLE_FILE_LIMIT_BYTES = 1_500_000_000  # protobuf stops at 2 GiB
-_SMOOTH_DYNAMIC, _SMOOTH_STATIC = 0.5, 0.6  # best on MiniLM among 0.4, 0.5, … 0.8
+SMOOTH_DYNAMIC, SMOOTH_STATIC = 0.5, 0.6  # best on MiniLM among 0.4, 0.5, … 0.8
 #: operators of ONNX Runtime that multiply weights in INT8
 _INTEGER_OPERATORS = (
     "QLinearConv", "QLinearMatMul", "QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat",
@@ -52,12 +52,15 @@ _KINDS: dict[type, tuple[str, ...]] = {
 class OnnxWorkbench:
     """See `quantize.workbench.Workbench`."""
 
+    #: of the session that a trial answers with
+    session_options: Mapping[str, Any] = {}
+
     def __init__(self, job: ExportJob, calibration: Calibration) -> None:
         import onnx
 
-        self._job, self._calibration = job, calibration
+        self.job, self._calibration = job, calibration
         with tempfile.TemporaryDirectory() as folder:
-            self._details = float_onnx.export(replace(job, folder=Path(folder), target=Target("onnx")))
+            self.details: dict[str, Any] = float_onnx.export(replace(job, folder=Path(folder), target=Target("onnx")))
             self.graph = Int8Graph(onnx.load(Path(folder) / float_onnx.ARTIFACT))
         if not self.graph.layers:
             raise ExportError("nothing in the model is quantized: it has no convolution, linear or recurrent layer")
@@ -97,7 +100,7 @@ class OnnxWorkbench:
 
     def _in_rows(self, arrays: Arrays) -> Iterator[Arrays]:
         """A few rows at a time, where there is a batch axis."""
-        spec = self._job.spec
+        spec = self.job.spec
         axes = {tensor.name: tensor.shape.index(spec.batch) for tensor in spec.inputs if spec.batch in tensor.shape}
         if not axes:
             yield arrays
@@ -119,23 +122,23 @@ class OnnxWorkbench:
             by_ranges += [StaticInt8(observer, reduced) for observer in OBSERVERS]
             by_ranges += [StaticInt8("min-max", reduced, correct_bias=True)]
         elif self._outer_linear():
-            by_ranges += [StaticInt8(observer, reduced, smooth=_SMOOTH_STATIC) for observer in ("min-max", "mse")]
+            by_ranges += [StaticInt8(observer, reduced, smooth=SMOOTH_STATIC) for observer in ("min-max", "mse")]
         by_rows: list[Int8Method] = []
         if "linear" in kinds:
-            by_rows += [DynamicInt8(reduced, _SMOOTH_DYNAMIC)]
+            by_rows += [DynamicInt8(reduced, SMOOTH_DYNAMIC)]
         if kinds & {"linear", "lstm"}:
             by_rows += [DynamicInt8(reduced)]
         if "conv" not in kinds or "lstm" in kinds:
             return [*by_rows, *by_ranges, WeightOnlyInt8()]
         # Of a convolutional network the last layer alone would be quantized row by row: exact, and of no use.
         return (
-            [*by_ranges, WeightOnlyInt8()] if self._mostly_convolutions() else [*by_rows, *by_ranges, WeightOnlyInt8()]
+            [*by_ranges, WeightOnlyInt8()] if self.mostly_convolutions() else [*by_rows, *by_ranges, WeightOnlyInt8()]
         )
 
     def _outer_linear(self) -> list[Layer]:
         return [layer for layer in self.graph.layers if layer.kind == "linear" and not layer.inner]
 
-    def _mostly_convolutions(self) -> bool:
+    def mostly_convolutions(self) -> bool:
         """Whether more than half of the multiplications, counted on the calibration data, are those of convolutions."""
         spreads = self._spreads("min-max")
         convs = sum(spreads[layer.input].vectors * layer.work for layer in self.graph.layers if layer.kind == "conv")
@@ -145,9 +148,7 @@ class OnnxWorkbench:
         check_known(self.graph.layers, kept_float)
         model, layers, notes = self.quantized(method, frozenset(kept_float))
         try:
-            loaded = float_onnx.open_model(
-                _source(model), LoadJob(self._job.folder, self._job.spec, Target("onnx"), {})
-            )
+            loaded = float_onnx.open_model(_source(model), LoadJob(self.job.folder, self.job.spec, Target("onnx"), {}))
         except Exception as error:  # ONNX Runtime's classes are its own
             raise ExportError(f"{method}: ONNX Runtime refuses the graph: {first_line(error)}") from error
         return Trial(method, frozenset(kept_float), layers, loaded.call, notes)
@@ -224,7 +225,7 @@ class OnnxWorkbench:
             raise ExportError(f"{trial.method}: ONNX Runtime computes no layer of the written file in INT8")
         exact = isinstance(trial.method, WeightOnlyInt8) or trial.method.reduce_range
         return {
-            **self._details,
+            **self.details,
             "int8": {
                 "layers": sum(layers.values()),
                 "operators": layers,
@@ -237,14 +238,10 @@ class OnnxWorkbench:
         import onnx
 
         model, _, _ = self.quantized(trial.method, trial.kept_float)
-        path = self._job.folder / float_onnx.ARTIFACT
+        path = self.job.folder / float_onnx.ARTIFACT
         onnx.save(model, path, save_as_external_data=_large(model), location=path.name + ".data")
-        float_onnx.check_axes(path, self._job.spec)
+        float_onnx.check_axes(path, self.job.spec)
         return path
-
-    @property
-    def details(self) -> dict[str, Any]:
-        return self._details
 
     def _integer_layers(self, path: Path) -> dict[str, int]:
         """Operator → how many of it multiply weights in INT8 once ONNX Runtime has optimised the file."""

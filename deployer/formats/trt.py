@@ -23,6 +23,8 @@ from deployer.formats import half, onnx, trt_rtx, trt_torch
 from deployer.formats.record import Builder, ExportJob, Format, Loaded, LoadJob, Target
 from deployer.formats.trail import Inside
 from deployer.machine import gpu_arch, gpu_fault
+from deployer.quantize.calibration import Calibration
+from deployer.quantize.workbench import Workbench
 from deployer.spec import Arrays
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ ONNX_RTX = Builder(
 TORCH_TRT = Builder("torch-trt", modules=("torch_tensorrt",), run_modules=("torch_tensorrt",), extra="trt")
 
 _SOURCE = "model.onnx"
+#: for a session that quantizes nothing but what the file does: ONNX Runtime would go on between two rounded values
+AS_WRITTEN = {"disabled_optimizers": ["WeightBiasQuantization"]}
 
 
 def choose(target: Target) -> dict[str, Any]:
@@ -43,6 +47,8 @@ def choose(target: Target) -> dict[str, Any]:
     before it is imported, UsageError for GPU generations that do not go with it."""
     fault = gpu_fault()
     builder, reason = _builder(target, fault)
+    if builder == TORCH_TRT.name and target.precision == "int8":
+        raise UsageError(f"--precision int8 goes with --builder {ONNX_RTX.name}; {builder} has no such path")
     if builder == TORCH_TRT.name:
         if fault:
             raise MachineError(
@@ -64,6 +70,8 @@ def _builder(target: Target, fault: str) -> tuple[str, str]:
         return ONNX_RTX.name, fault
     if target.gpu_archs:
         return ONNX_RTX.name, "--gpu-arch names the GPUs"
+    if target.precision == "int8":
+        return ONNX_RTX.name, "--precision int8"
     if gpu_arch() not in trt_rtx.GPU_ARCHS:
         return TORCH_TRT.name, f"TensorRT-RTX builds nothing for this GPU, {gpu_arch()}"
     if importlib.util.find_spec("torch_tensorrt") is not None:
@@ -113,6 +121,8 @@ def stand_in(job: LoadJob) -> Loaded:
             "the gate of an engine that cannot run here needs onnxruntime", install="pip install onnxruntime"
         )
     on_cpu = replace(job, target=Target("onnx"))
+    if job.target.precision == "int8":
+        return onnx.open_model(str(job.folder / _SOURCE), on_cpu, **AS_WRITTEN)
     if job.target.precision != "fp16":
         return onnx.load(on_cpu)
     model = half.with_rounding(job.folder / _SOURCE).SerializeToString()
@@ -128,6 +138,12 @@ def look(job: LoadJob, program: torch.export.ExportedProgram, arrays: Arrays) ->
     return replace(inside, note=f"{_SOURCE}, which the engine was built from, was looked at, not the engine")
 
 
+def make_workbench(job: ExportJob, calibration: Calibration) -> Workbench:
+    from deployer.formats.trt_int8 import TrtWorkbench
+
+    return TrtWorkbench(job, calibration)
+
+
 FORMAT = Format(
     name="trt",
     artifact=trt_rtx.PLAN,
@@ -135,11 +151,12 @@ FORMAT = Format(
     export=export,
     load=load,
     devices=("cuda",),
-    precisions=("fp32", "fp16"),
+    precisions=("fp32", "fp16", "int8"),
     tools=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt-rtx", "torch-tensorrt"),
     builders=(ONNX_RTX, TORCH_TRT),
     gpu_archs=trt_rtx.GPU_ARCHS,
     choose=choose,
     stand_in=stand_in,
     look=look,
+    workbench=make_workbench,
 )
