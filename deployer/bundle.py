@@ -61,6 +61,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `passed` is the gate's verdict. `executed` says that the gate ran the artifact itself: where not, the machine had no
     GPU for it and the gate ran what it was made from. `batch_independent` says that a row of a batch is answered as the
     row alone would be, so that requests of several users may share one run; `batch_reason` says why it is not.
+    `padding` has, by Dim that the spec gives a mask, why requests must not be padded along it, "" where they may.
     """
 
     spec: ModelSpec
@@ -74,6 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     details: dict[str, Any] = {}
     created: str = ""
     batch_reason: str = ""
+    padding: dict[str, str] = {}
     executed: bool = True
     schema_version: int = SCHEMA_VERSION
 

@@ -203,6 +203,7 @@ def _build(
             passed=report.passed,
             batch_independent=report.batch_independent,
             batch_reason=report.batch_reason,
+            padding=dict(reference.padding),
             sha256=file_hashes(staging),
             source=Source(
                 checkpoint.source,

@@ -177,6 +177,8 @@ def _bundle_facts(manifest: Manifest) -> dict[str, Any]:
     return {
         "target": manifest.target.slug,
         "gate": ("passed" if manifest.passed else "failed") + ("" if manifest.executed else "; built, not executed"),
+        "padded": "; ".join(f"{dim}: {reason or 'yes'}" for dim, reason in manifest.padding.items())
+        or "no mask declared",
         "batch independent": manifest.batch_independent or f"no: {manifest.batch_reason or 'not proven'}",
         "source": source.path,
         "source sha256": source.sha256,

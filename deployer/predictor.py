@@ -4,14 +4,15 @@
     [response] = predictor.answer([Request(b'{"image": […]}', "application/json", "")])
 
 Requests are decoded and checked one by one. Those that may share a run are stacked along the declared batch axis, up
-to the largest batch that the model was exported for; the rest run alone. A run that fails is taken apart, so that a
+to the largest batch that the model was exported for, padded to the longest where a mask was seen to switch padding off;
+the rest run alone. A run that fails is taken apart, so that a
 fault stays with the request that caused it. Adapters to servers (`handlers/`) stay thin.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ import numpy as np
 from deployer.bundle import read_bundle
 from deployer.errors import RequestError, first_line
 from deployer.hooks import HookRequest, Hooks
+from deployer.padding import cut_outputs, pad_inputs
 from deployer.protocol import JSON, Decoded, check_arrays, choose_answer, decode_request, encode_error, oip, respond
 from deployer.runtime import Runner, open_bundle
 from deployer.spec import Array, Arrays
@@ -68,12 +70,16 @@ class _Work:
 class Predictor:
     """An open bundle that answers requests. A context manager; one thread at a time."""
 
-    def __init__(self, runner: Runner, *, batch_independent: bool, hooks: Hooks | None = None) -> None:
+    def __init__(
+        self, runner: Runner, *, batch_independent: bool, hooks: Hooks | None = None, padded: Collection[str] = ()
+    ) -> None:
         self._runner = runner
         self._hooks = hooks
         self.spec = runner.spec
         #: requests share runs: every tensor has the batch axis, and the gate saw no row influence another
         self.stacks = runner.spec.stackable and batch_independent
+        #: Dims along which requests that share a run are padded to the longest
+        self.padded = frozenset(padded)
 
     @classmethod
     def open(
@@ -87,7 +93,8 @@ class Predictor:
         hooks = Hooks.load(hooks_file) if hooks_file is not None else None
         bundle = read_bundle(bundle_folder)
         independent = bundle.manifest.batch_independent
-        predictor = cls(open_bundle(bundle, threads=threads), batch_independent=independent, hooks=hooks)
+        padded = [dim for dim, reason in bundle.manifest.padding.items() if not reason]
+        predictor = cls(open_bundle(bundle, threads=threads), batch_independent=independent, hooks=hooks, padded=padded)
         predictor._warm_up(bundle.samples()[0])
         return predictor
 
@@ -148,7 +155,8 @@ class Predictor:
         return decoded, hooks is not None and hooks.preprocess is None
 
     def _runs(self, works: Sequence[_Work]) -> list[list[_Work]]:
-        """Requests that share a run: equal sizes of every other Dim, together no more rows than the batch Dim's max.
+        """Requests that share a run: equal sizes of every other Dim but the padded ones, together no more rows than the
+        batch Dim's max.
 
         Its min needs no care here: every request holds it alone.
         """
@@ -158,7 +166,8 @@ class Predictor:
         runs: list[list[_Work]] = []
         open_run: dict[tuple[tuple[str, int], ...], list[_Work]] = {}
         for work in works:
-            key = tuple(sorted((name, size) for name, size in work.decoded.sizes.items() if name != self.spec.batch))
+            free = {self.spec.batch, *self.padded}
+            key = tuple(sorted((name, size) for name, size in work.decoded.sizes.items() if name not in free))
             run = open_run.get(key)
             if run is None or sum(member.rows for member in run) + work.rows > limit:
                 run = open_run[key] = []
@@ -182,6 +191,7 @@ class Predictor:
         start = 0
         for work in run:
             own = outputs if len(run) == 1 else self._rows(outputs, start, start + work.rows)
+            own = cut_outputs(self.spec, own, work.decoded.sizes, self.padded) if self.padded and len(run) > 1 else own
             start += work.rows
             if work.decoded.one_item:
                 own = self._without_batch_axis(own)
@@ -201,9 +211,11 @@ class Predictor:
     def _stacked(self, run: Sequence[_Work]) -> Arrays:
         if len(run) == 1:
             return run[0].decoded.arrays
+        longest = {name: max(work.decoded.sizes[name] for work in run) for name in self.padded}
+        rows = [pad_inputs(self.spec, work.decoded.arrays, longest) if longest else work.decoded.arrays for work in run]
         return {
             tensor.name: np.concatenate(
-                [work.decoded.arrays[tensor.name] for work in run], axis=tensor.shape.index(self.spec.batch or "")
+                [arrays[tensor.name] for arrays in rows], axis=tensor.shape.index(self.spec.batch or "")
             )
             for tensor in self.spec.inputs
         }

@@ -76,6 +76,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: dict[str, TensorEntry] = {}
     outputs: dict[str, TensorEntry] = {}
     labels: tuple[str, ...] = ()
+    masks: dict[str, str] = {}
     version: str = "1.0"
     export: ExportEntry = ExportEntry()
     schema_version: int = SCHEMA_VERSION
@@ -94,6 +95,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             batch=self.batch,
             version=self.version,
             labels=self.labels,
+            masks=self.masks,
         )
 
 

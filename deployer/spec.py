@@ -91,7 +91,8 @@ _URL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Inputs, outputs and dynamic axes of one model; `batch` names the Dim along which requests are stacked."""
+    """Inputs, outputs and dynamic axes of one model; `batch` names the Dim along which requests are stacked, `masks` by
+    Dim the input whose zeros switch positions along it off."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
@@ -100,6 +101,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: str | None = None
     version: str = "1.0"
     labels: tuple[str, ...] = ()
+    masks: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         if not _URL_NAME.fullmatch(self.version):
@@ -131,6 +133,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.batch is not None and self.batch not in self.dims:
             raise SpecError(f"the batch axis '{self.batch}' is not among dims{nearest(self.batch, self.dims)}")
         self._check_labels()
+        self._check_masks()
         unused = set(self.dims) - {size for tensor in self.inputs for size in tensor.shape}
         if unused:
             raise SpecError(f"no input has the dynamic axis '{sorted(unused)[0]}'; remove it from dims")
@@ -144,6 +147,16 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{len(self.labels)} labels fit no output: {', '.join(map(str, self.outputs))}; "
                 "give one label for each entry of an output's last axis"
             )
+
+    def _check_masks(self) -> None:
+        names = [tensor.name for tensor in self.inputs]
+        for dim, mask in self.masks.items():
+            if dim not in self.dims or dim == self.batch:
+                raise SpecError(f"masks names '{dim}', which is no dynamic axis of requests{nearest(dim, self.dims)}")
+            if mask not in names:
+                raise SpecError(f"the mask '{mask}' of '{dim}' is no input{nearest(mask, names)}")
+            if dim not in self.input(mask).shape:
+                raise SpecError(f"the mask {self.input(mask)} has no axis '{dim}', whose positions it is to switch off")
 
     def input(self, name: str) -> TensorSpec:
         return next(tensor for tensor in self.inputs if tensor.name == name)

@@ -17,6 +17,7 @@ ORDER = [
     "versions",
     "machine",
     "spec",
+    "padding",
     "samples",
     "checkpoint",
     "quantize",

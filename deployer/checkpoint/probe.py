@@ -43,6 +43,7 @@ def probe_outputs(model: nn.Module, spec: ModelSpec, samples: Arrays) -> ModelSp
         batch=spec.batch,
         version=spec.version,
         labels=spec.labels,
+        masks=spec.masks,
     )
 
 

@@ -19,6 +19,7 @@ from deployer.spec import Array, Arrays, ModelSpec, in_c_order
 from deployer.validate.batching import measure_batching
 from deployer.validate.cases import cases_for, stress_base, stress_cases
 from deployer.validate.compare import NOISE_CEILING, allowed_scale, difference, rms
+from deployer.validate.padding import measure_padding
 from deployer.validate.ranges import with_id_ranges
 from deployer.validate.selfcheck import (
     ModelFacts,
@@ -45,6 +46,7 @@ class Reference:
     `rounding`     by case and output: what the eager model moves by when it is rounded to an artifact's precision
     `errors`       stress cases in which the eager model ends with an index error, which must stay an error
     `skipped`      stress cases that nothing can be held to, with the reason
+    `padding`      by Dim with a mask: why requests must not be padded along it, "" where they may
     `spec`         the checkpoint's, with the ranges of ids that the model was found to take
     """
 
@@ -58,6 +60,7 @@ class Reference:
     facts: ModelFacts = field(default_factory=ModelFacts)
     spec: ModelSpec | None = None
     rounding: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    padding: Mapping[str, str] = field(default_factory=dict)
 
     def scales(self) -> dict[str, float]:
         """Largest root mean square of each output over the ordinary cases."""
@@ -106,7 +109,11 @@ def make_reference(checkpoint: Checkpoint) -> Reference:
     nudged |= dict.fromkeys(unstable, 0.0)  # no measure, so nothing is loosened by it
     batching = measure_batching(lambda arrays: run_eager(model, spec, arrays), spec, samples, nudged)
     noise = {tensor.name: max(nudged[tensor.name], batching.noise.get(tensor.name, 0.0)) for tensor in spec.outputs}
-    reference = Reference(ordinary, noise, batching.independent, batching.reason, spec=spec)
+    padding = measure_padding(lambda arrays: run_eager(model, spec, arrays), spec, samples, noise)
+    for dim, reason in padding.items():
+        if reason:
+            log.warning("requests of other '%s' will not share a run: %s", dim, reason)
+    reference = Reference(ordinary, noise, batching.independent, batching.reason, spec=spec, padding=padding)
     reference = _with_stress(reference, model, spec, samples)
     check_stateless(model, spec, samples, first.outputs, fresh)
     if spec.batch is not None and not batching.independent:

@@ -81,6 +81,7 @@ def main(folder: str) -> None:
         ),
         dims={"batch": Dim(min=1, typical=8, max=32), "sequence": Dim(min=1, typical=32, max=MAX_TOKENS)},
         batch="batch",
+        masks={"sequence": "attention_mask"},
     )
     samples = tokenize(SENTENCES)
     published = deployer.load_checkpoint(
