@@ -2,7 +2,8 @@
 
 `exported` and `aoti` share this bench and differ in how the quantized program is written. Weight-only int8 is not among
 the methods: inductor's x86 lowerings know it for bfloat16 activations alone, and a float32 program that unpacks int8
-weights is slower than one without.
+weights is slower than one without. Recurrent layers stay in float: inductor has no int8 kernel for them. Only where a
+sequence of any length makes a scan of one (formats.rewrites) are the products with its inputs linear layers.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from deployer.formats.traceable import Mode, Traceable, as_arrays, as_tensors, e
 from deployer.machine import cpu_features
 from deployer.quantize.calibration import Calibration
 from deployer.quantize.config import DynamicInt8, Int8Method, StaticInt8
-from deployer.quantize.observe import Statistics, grid, observe
-from deployer.quantize.transforms import bias_error, equalize, round_weight, smooth
+from deployer.quantize.observe import grid, observe
+from deployer.quantize.observers import Spread
+from deployer.quantize.transforms import bias_error, equalizable, equalize, round_weight, smooth
 from deployer.quantize.workbench import Trial
 from deployer.samples import sized_inputs
 from deployer.spec import Array, Arrays
@@ -36,8 +38,9 @@ from deployer.spec import Array, Arrays
 log = logging.getLogger(__name__)
 
 MODULES = ("torchao",)
-#: CPU features that sum products of 8 bits in 32; without one of them sums of two saturate at 16 bits
-EXACT_FEATURES = ("avx512_vnni", "avx_vnni", "amx_int8")
+#: CPU features with which oneDNN sums products of 8 bits in 32; without one of them sums of two saturate at 16 bits.
+#: AVX2's own VNNI is not among them: held to it (ONEDNN_MAX_CPU_ISA=AVX2_VNNI), a convolution answers 32.4 for 64
+EXACT_FEATURES = ("avx512_vnni", "amx_int8")
 _FULL, _REDUCED = 127, 63
 _FACTOR, _FLOOR = 2.0, 0.02
 
@@ -97,7 +100,7 @@ class _Base:
     program: fx.GraphModule
     mode: Mode
     details: dict[str, Any]
-    seen: dict[str, Statistics] = field(default_factory=dict)
+    seen: dict[str, Spread] = field(default_factory=dict)
 
 
 class Bench:
@@ -113,7 +116,8 @@ class Bench:
         self._reduce = not set(EXACT_FEATURES) & set(cpu_features())
 
     def methods(self) -> Sequence[Int8Method]:
-        """Convolutional networks: static. Networks of linear layers: static smoothed, dynamic, static plain."""
+        """Convolutional networks: static, equalised where layers neighbour. Networks of linear layers: static smoothed,
+        static, dynamic. A kind's variants are many, since attempts are cheap and the error decides."""
         from deployer.quantize import x86
 
         program = self._base(None, False).program
@@ -121,16 +125,15 @@ class Bench:
         convolutions = len(x86.layers_of(program, static=True)) - linear
         reduce = self._reduce
         plain = [StaticInt8(observer, reduce) for observer in ("min-max", "mse", "percentile", "entropy")]
-        smoothed = [
-            StaticInt8(observer, reduce, smooth=alpha)
-            for alpha, observer in ((0.6, "min-max"), (0.6, "mse"), (0.75, "min-max"))
-        ]
-        repaired = [
-            StaticInt8(observer, reduce, equalize=True, correct_bias=True) for observer in ("min-max", "mse")
-        ]  # fmt: skip
         if linear > convolutions:
-            return [*smoothed, DynamicInt8(reduce), *plain]
-        return [*plain, *repaired, *([DynamicInt8(reduce)] if linear else [])]
+            smoothed = [
+                StaticInt8(observer, reduce, smooth=alpha)
+                for alpha, observer in ((0.6, "min-max"), (0.6, "mse"), (0.75, "min-max"))
+            ]
+            return [*smoothed, *plain, DynamicInt8(reduce), DynamicInt8(reduce, smooth=0.6)]
+        equal = equalizable(program)
+        mended = [StaticInt8(observer, reduce, equalize=equal, correct_bias=True) for observer in ("min-max", "mse")]
+        return [*plain, *mended, *([DynamicInt8(reduce)] if linear else [])]
 
     def attempt(self, method: Int8Method, kept_float: Collection[str] = ()) -> Trial:
         """A simulation: the program with quantize and dequantize operators, run in float. Raises ExportError."""
@@ -184,6 +187,7 @@ class Bench:
             program = exported.program.module(check_guards=False)
             _merge_smoothing(program)
             x86.fold_norms(program)
+            x86.straighten(program)
             self._bases[key] = _Base(program, exported.mode, exported.details)
         return self._bases[key]
 
@@ -230,7 +234,7 @@ class Bench:
         layers = tuple(dict.fromkeys(nodes.values()))
         return _Quantized(x86.quantized(program, nodes, grids, limit), layers, len(nodes), tuple(notes))
 
-    def _statistics(self, base: _Base, wanted: Mapping[str, int]) -> Mapping[str, Statistics]:
+    def _statistics(self, base: _Base, wanted: Mapping[str, int]) -> Mapping[str, Spread]:
         """What calibration saw: all that any choice of layers may ask for, the first time that one does."""
         from deployer.quantize import x86
 
@@ -301,17 +305,13 @@ def _attribute(program: fx.GraphModule, path: str) -> torch.Tensor:
     return getattr(program.get_submodule(place), name)  # type: ignore[no-any-return]
 
 
-def _correct_biases(
-    program: fx.GraphModule, nodes: Mapping[str, str], seen: Mapping[str, Statistics], limit: int
-) -> None:
+def _correct_biases(program: fx.GraphModule, nodes: Mapping[str, str], seen: Mapping[str, Spread], limit: int) -> None:
     """Take off each bias what rounding the weight adds to the layer's answer on average."""
-    from deployer.quantize import x86
-
     for node in [node for node in program.graph.nodes if node.name in nodes]:
         arguments: tuple[Any, ...] = node.args
         value, weight_node, *rest = arguments
         weight = _attribute(program, weight_node.target).detach()
-        mean = seen[x86.source(value).name].channel_mean
+        mean = torch.tensor(seen[value.name].mean, dtype=torch.float32)
         error = bias_error(weight, round_weight(weight, limit), mean)
         old = _attribute(program, rest[0].target).detach() if rest and rest[0] is not None else torch.zeros_like(error)
         name = f"corrected_bias_{node.name}"
@@ -323,7 +323,9 @@ def _correct_biases(
 
 
 def _transforms(method: Int8Method) -> tuple[float | None, bool]:
-    return (method.smooth, method.equalize) if isinstance(method, StaticInt8) else (None, False)
+    if isinstance(method, StaticInt8):
+        return method.smooth, method.equalize
+    return (method.smooth, False) if isinstance(method, DynamicInt8) else (None, False)
 
 
 def _weight_limit(method: Int8Method) -> int:

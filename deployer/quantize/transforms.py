@@ -149,6 +149,11 @@ def equalize(model: nn.Module, program: fx.GraphModule, prefix: str = "", sweeps
     return [pair.first for pair in pairs]
 
 
+def equalizable(program: fx.GraphModule) -> bool:
+    """Does a program have neighbouring layers that `equalize` would change?"""
+    return any(True for _ in _pairs(program, ""))
+
+
 def _equalize_pair(pair: Pair, tensors: dict[str, Tensor]) -> float:
     """Returns how far the scales were from one."""
     first, second = tensors[pair.first], tensors[pair.second]

@@ -48,6 +48,22 @@ def fold_norms(program: fx.GraphModule) -> None:
     _fuse_linear_bn_(program)
 
 
+def straighten(program: fx.GraphModule) -> None:
+    """Inputs of linear layers in C order: over another one of three axes a linear layer becomes a batched product, and
+    torchao's lowering of that stops at a dynamic axis. The program is changed."""
+    for node in list(program.graph.nodes):
+        if node.target is not aten.linear.default or node.args[0].meta["val"].is_contiguous():
+            continue
+        value = node.args[0]
+        with program.graph.inserting_before(node):
+            copied = program.graph.call_function(
+                aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
+            )
+        copied.meta["val"] = value.meta["val"].contiguous()
+        node.args = (copied, *node.args[1:])
+    program.recompile()
+
+
 def layers_of(program: fx.GraphModule, *, static: bool) -> dict[str, str]:
     """Node → layer, of all that can become int8, in the program's order: convolutions (`static` alone) and linear
     layers of float32 whose weight is a parameter. A layer is called as its module is: `layer1.0.conv2`."""
@@ -64,12 +80,14 @@ def layers_of(program: fx.GraphModule, *, static: bool) -> dict[str, str]:
 
 
 def tensors_of(program: fx.GraphModule, nodes: Mapping[str, str]) -> dict[str, int]:
-    """Which tensors need a grid when `nodes` become int8 (static): name → channel axis."""
-    return {
-        value.name: -1 if user.target is aten.linear.default else 1
-        for user, value in reversed(list(_edges(program, nodes)))
-        if source(value) is value
-    }
+    """Which tensors must be seen before `nodes` become int8 (static), name → channel axis: what they take, and where
+    that was pooled, what it was pooled from."""
+    axes = {}
+    for user, value in _edges(program, nodes):
+        axes[source(value).name] = 1
+        if user.name in nodes:
+            axes[value.name] = -1 if user.target is aten.linear.default else 1
+    return axes
 
 
 def one_channel(program: fx.GraphModule, nodes: Mapping[str, str]) -> list[str]:
@@ -99,7 +117,31 @@ def quantized(
             seer := prepared.get_submodule(node.target), PerChannelMinMaxObserver
         ):
             seer(attribute(prepared, node.args[0].target))
-    return convert_pt2e(prepared)  # type: ignore[no-any-return]
+    converted: fx.GraphModule = convert_pt2e(prepared)
+    if grids is None:
+        _bring_zero_in(converted)
+    return converted
+
+
+def _bring_zero_in(program: fx.GraphModule) -> None:
+    """A range at run time holds zero. PyTorch's own operator sees to that, inductor's lowering of it does not (a tensor
+    of ones came out as zeros): it gets the two ends, zero between them, in the tensor's place."""
+    for node in list(program.graph.nodes):
+        if node.target is torch.ops.quantized_decomposed.choose_qparams.tensor:
+            with program.graph.inserting_before(node):
+                low = program.graph.call_function(
+                    aten.clamp.default, (_reduced(aten.amin.default, node),), {"max": 0.0}
+                )
+                high = program.graph.call_function(
+                    aten.clamp.default, (_reduced(aten.amax.default, node),), {"min": 0.0}
+                )
+                ends = program.graph.call_function(aten.stack.default, ([low, high],))
+            node.args = (ends, *node.args[1:])
+    program.recompile()
+
+
+def _reduced(operator: Any, node: fx.Node) -> fx.Node:
+    return node.graph.call_function(operator, (node.args[0],))
 
 
 def attribute(program: fx.GraphModule, path: str) -> torch.Tensor:
