@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -105,19 +105,26 @@ def quantize(
     search = Search(bench, lambda trial: judge(trial.call), lambda trial: scorer(trial.call, with_metric=False))
     before_writing = set(folder.iterdir())
     written: Quantized | None = None
-    rejected: list[str] = []
+    rejected: list[tuple[str, Quantized]] = []
     with _Baseline(checkpoint, target, spec, fp32) as baseline:
         for found in search.candidates():
             if written is not None:
-                log.warning("%s: %s; trying %s", target.slug, written.rejected, found.trial.method)
+                log.warning("%s: rejected (%s); trying %s", target.slug, written.rejected, found.trial.method)
                 _clear(folder, before_writing)
             written = _write(found, bench, search, folder, spec, target, int8, judge, baseline)
             if not written.rejected:
                 return written
-            rejected.append(f"{found.trial.method}: {written.rejected}")
+            rejected.append((str(found.trial.method), written))
     if written is None:
         raise search.failure()
-    return replace(written, rejected="; ".join(rejected))
+    return replace(written, rejected=_why_rejected(rejected))
+
+
+def _why_rejected(rejected: Sequence[tuple[str, Quantized]]) -> str:
+    told = "; ".join(f"{method}: {entry.rejected}" for method, entry in rejected)
+    if all(entry.reason == "not_faster" for _, entry in rejected):
+        return f"INT8 is not faster than fp32: {told}; export in fp32, or add --keep-slow"
+    return told
 
 
 def summary(found: Mapping[str, Any]) -> str:
@@ -264,8 +271,7 @@ def _write(
         return Quantized(details, f"what was written is not accurate enough: {score.reason}", "accuracy_lost")
     log.info("%s", speed)
     if not speed.faster and not int8.keep_slow:
-        told = f"INT8 is not faster than fp32 beyond doubt: {speed}; export in fp32, or add --keep-slow"
-        return Quantized(details, told, "not_faster")
+        return Quantized(details, str(speed), "not_faster")
     return Quantized(details)
 
 
