@@ -25,7 +25,7 @@ from deployer.checkpoint.eager import run_eager
 from deployer.errors import DeployerError, ExportError, RequestError, SampleError, first_line
 from deployer.formats import ExportJob, Target, get_format
 from deployer.quantize.calibration import Calibration, rows_of
-from deployer.quantize.score import Call, Metric, Score, Scorer
+from deployer.quantize.score import Call, Metric, Scorer
 from deployer.quantize.search import Attempt, Found, Search
 from deployer.quantize.speed import Speed, measure_speed
 from deployer.quantize.workbench import Workbench
@@ -100,9 +100,14 @@ def quantize(
     eager = partial(run_eager, checkpoint.build(), spec)
     inputs = _scored_inputs(int8.calibration, spec)
     scorer = Scorer(spec, [*inputs, checkpoint.samples], eager, metric=int8.metric, max_drop=int8.max_drop)
-    judge = _Judge(scorer, spec, checkpoint.samples, reference)
+    cases = _Cases(spec, checkpoint.samples, reference)
     bench = record.workbench(ExportJob(checkpoint.build(), spec, checkpoint.samples, target, folder), int8.calibration)
-    search = Search(bench, lambda trial: judge(trial.call), lambda trial: scorer(trial.call, with_metric=False))
+    search = Search(
+        bench,
+        score=lambda trial: scorer(trial.call),
+        harm=lambda trial: scorer(trial.call, with_metric=False),
+        confirm=lambda trial: cases.failing(trial.call),
+    )
     before_writing = set(folder.iterdir())
     written: Quantized | None = None
     rejected: list[tuple[str, Quantized]] = []
@@ -111,7 +116,7 @@ def quantize(
             if written is not None:
                 log.warning("%s: rejected (%s); trying %s", target.slug, written.rejected, found.trial.method)
                 _clear(folder, before_writing)
-            written = _write(found, bench, search, folder, spec, target, int8, judge, baseline)
+            written = _write(found, bench, search, folder, spec, target, int8, scorer, checkpoint.samples, baseline)
             if not written.rejected:
                 return written
             rejected.append((str(found.trial.method), written))
@@ -164,25 +169,19 @@ def _scored_inputs(calibration: Calibration, spec: ModelSpec) -> list[Arrays]:
     return chosen
 
 
-class _Judge:
-    """The score, and for a model that passes it the gate's ordinary cases, so that a search ends with what ships."""
+class _Cases:
+    """The gate's ordinary cases, asked of a candidate before it is written: a search ends with what the gate passes."""
 
-    def __init__(self, scorer: Scorer, spec: ModelSpec, samples: Arrays, reference: Reference) -> None:
-        self.scorer = scorer
+    def __init__(self, spec: ModelSpec, samples: Arrays, reference: Reference) -> None:
         self._spec = spec
-        self.samples = samples
+        self._samples = samples
         self._reference = reference
         self._scales = reference.scales()
 
-    def __call__(self, run: Call) -> Score:
-        score = self.scorer(run)
-        if score.passed and (reason := self._failing_case(run)):
-            return msgspec.structs.replace(score, passed=False, reason=reason)
-        return score
-
-    def _failing_case(self, run: Call) -> str:
+    def failing(self, run: Call) -> str:
+        """Why the gate would refuse the model, or ""."""
         for case in cases_for(self._spec):
-            inputs = {name: in_c_order(array) for name, array in case.inputs(self._spec, self.samples).items()}
+            inputs = {name: in_c_order(array) for name, array in case.inputs(self._spec, self._samples).items()}
             try:
                 got = run(inputs)
             except Exception as error:  # noqa: BLE001 - a quantized model may fail in any way; it is a verdict
@@ -238,7 +237,8 @@ def _write(
     spec: ModelSpec,
     target: Target,
     int8: Int8,
-    judge: _Judge,
+    scorer: Scorer,
+    samples: Arrays,
     baseline: _Baseline,
 ) -> Quantized:
     """Write one candidate; score and time what was written."""
@@ -246,15 +246,15 @@ def _write(
     details = bench.write(found.trial)
     log.info("scoring what was written")
     with open_for_gate(folder, spec, target, details) as runner:
-        score = judge(runner)
-        speed = _speed(runner, spec, target, details, judge, baseline)
+        score = scorer(runner)
+        speed = _speed(runner, spec, target, details, samples, baseline)
     own = dict(details.get("int8", {}))
     own |= {
         "method": str(found.trial.method),
         "settings": msgspec.to_builtins(found.trial.method),
         "quantized": list(found.trial.layers),
         "kept_float": sorted(found.trial.kept_float),
-        "metric_fp32": judge.scorer.before,
+        "metric_fp32": scorer.before,
         "whole_model": msgspec.to_builtins(found.before),
         "simulated": msgspec.to_builtins(found.score),
         "written": msgspec.to_builtins(score),
@@ -291,13 +291,13 @@ def _row(attempt: Attempt) -> dict[str, Any]:
 
 
 def _speed(
-    runner: Runner, spec: ModelSpec, target: Target, details: dict[str, Any], judge: _Judge, baseline: _Baseline
+    runner: Runner, spec: ModelSpec, target: Target, details: dict[str, Any], samples: Arrays, baseline: _Baseline
 ) -> Speed:
     if not runner.executed:
         return Speed(not_measured=device_fault(target, details))
     sizes = {name: dim.typical for name, dim in spec.dims.items()}
     try:
-        arrays = sized_inputs(spec, judge.samples, sizes)
+        arrays = sized_inputs(spec, samples, sizes)
         other = baseline.runner()
         return measure_speed(partial(runner, arrays), partial(other, arrays), sizes)
     except DeployerError as error:  # no fp32 artifact to compare with is no fault of this one

@@ -177,6 +177,20 @@ def test_a_method_that_does_not_go_with_the_model_is_recorded_and_passed_over() 
         list(Search(search.bench, search.score, search.harm).candidates())
 
 
+def test_what_is_not_confirmed_is_mended_and_never_taken() -> None:
+    """A sound score, and a case of the gate that fails while more than two layers are quantized."""
+    search = searching(Chain(4), StaticInt8())
+    search.confirm = lambda trial: "batch=1 fails" if len(trial.layers) > 2 else ""
+    (found,) = search.candidates()
+    assert len(found.trial.layers) == 2
+    assert found.before.reason == "batch=1 fails"
+    assert search.attempts[0].score == found.before
+    search = searching(Chain(4), StaticInt8())
+    search.confirm = lambda trial: "never"
+    assert kept(search) == []
+    assert "never" in str(search.failure())
+
+
 def test_the_number_of_attempts_is_bounded() -> None:
     search = searching(Chain(12, poisoned=range(12)), StaticInt8(), max_attempts=8)
     assert kept(search) == []

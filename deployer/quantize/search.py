@@ -77,6 +77,8 @@ class Search:
     score: Callable[[Trial], Score]
     #: the error of a trial alone, where `score` asks more of it; only the SQNR is read
     harm: Callable[[Trial], Score]
+    #: asked of a trial that passes and would be taken: why it must not be after all, or ""
+    confirm: Callable[[Trial], str] = lambda trial: ""
     max_attempts: int = MAX_ATTEMPTS
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -86,13 +88,16 @@ class Search:
         Ends without one where nothing passes; `failure()` says why. Raises ExportError where no method goes with the
         model.
         """
-        best = self._best_of_each_kind()
-        for trial, score in best:
-            if score.passed:
-                yield Found(trial, score, score)
+        failing = []
+        for trial, score in self._best_of_each_kind():
+            confirmed = self._confirmed(trial, score)
+            if confirmed.passed:
+                yield Found(trial, confirmed, confirmed)
+            else:
+                failing.append((trial, confirmed))
         # The nearest to passing first: of two kinds that fail it needs the fewest layers in float.
-        for trial, score in sorted(best, key=lambda entry: -entry[1].sqnr_db):
-            if not score.passed and (found := self._mended(trial, score)) is not None:
+        for trial, score in sorted(failing, key=lambda entry: -entry[1].sqnr_db):
+            if (found := self._mended(trial, score)) is not None:
                 yield found
 
     def failure(self) -> GateError:
@@ -127,6 +132,18 @@ class Search:
             raise errors[0] if errors else ExportError("the format offers no INT8 method for this model")
         return list(best.values())
 
+    def _confirmed(self, trial: Trial, score: Score) -> Score:
+        """The score, failed where `confirm` objects; the attempts say so too."""
+        if not score.passed or not (reason := self.confirm(trial)):
+            return score
+        failed = msgspec.structs.replace(score, passed=False, reason=reason)
+        self.attempts = [
+            msgspec.structs.replace(attempt, score=failed) if attempt.score is score else attempt
+            for attempt in self.attempts
+        ]
+        log.info("%s: %s", trial.method, reason)
+        return failed
+
     def _attempt(self, method: Int8Method, kept_float: frozenset[str], *, alone: bool = False) -> tuple[Trial, Score]:
         trial = self.bench.attempt(method, kept_float)
         score = (self.harm if alone else self.score)(trial)
@@ -153,6 +170,7 @@ class Search:
                 self.attempts.append(Attempt(str(whole.method), 0, tuple(sorted(kept)), error=first_line(error)))
                 return False
             log.info("%s", self.attempts[-1])
+            score = self._confirmed(trial, score)
             if score.passed and trial.layers:
                 passing[count] = trial, score
             return count in passing
