@@ -302,6 +302,19 @@ def test_an_outlier_of_1000_is_seen_and_its_layer_kept_in_float(
         assert runner({"x": ones})["output"] == pytest.approx(15, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["onnx", "exported"])
+def test_an_outlier_of_1000_does_not_ship_as_zeros(tmp_path: Path, name: str) -> None:
+    """With the formats' own methods: smoothing mends it in one, the layer goes back to float in the other."""
+    checkpoint = checkpoint_of(Outlier)
+    asked = Int8(calibration_of(checkpoint), keep_slow=True)
+    bundle, _ = export(checkpoint, Target(name, "int8"), tmp_path, int8=asked)
+    with open_bundle(bundle) as runner:
+        ones = np.full((1, 3), 1 / 3, np.float32)
+        assert runner({"x": ones})["output"] == pytest.approx(15, rel=0.02)
+    tried = bundle.manifest.details["int8"]["tried"]
+    assert any(row["sqnr_db"] < 13 and not row["passed"] for row in tried), "the plain methods lose the answer"
+
+
 @pytest.mark.usefixtures("fake")
 def test_where_nothing_stays_quantized_there_is_no_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, StaticInt8())
@@ -544,7 +557,7 @@ def bad():
 """
 
 
-@pytest.mark.parametrize("name", ["exported"])
+@pytest.mark.parametrize("name", ["onnx", "exported", "aoti"])
 def test_the_digits_network_keeps_its_accuracy(digits_folder: Path, tmp_path: Path, name: str) -> None:
     """As a user types it, from the recipe: accuracy falls by half a point at most; kept though it may be slow."""
     (tmp_path / "labelled.py").write_text(_LABELLED)
