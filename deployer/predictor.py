@@ -71,10 +71,17 @@ class Predictor:
     """An open bundle that answers requests. A context manager; one thread at a time."""
 
     def __init__(
-        self, runner: Runner, *, batch_independent: bool, hooks: Hooks | None = None, padded: Collection[str] = ()
+        self,
+        runner: Runner,
+        *,
+        batch_independent: bool,
+        hooks: Hooks | None = None,
+        padded: Collection[str] = (),
+        max_request_bytes: int | None = None,
     ) -> None:
         self._runner = runner
         self._hooks = hooks
+        self._max_request_bytes = max_request_bytes
         self.spec = runner.spec
         #: requests share runs: every tensor has the batch axis, and the gate saw no row influence another
         self.stacks = runner.spec.stackable and batch_independent
@@ -83,10 +90,15 @@ class Predictor:
 
     @classmethod
     def open(
-        cls, bundle_folder: str | Path, threads: int | None = None, hooks_file: str | Path | None = None
+        cls,
+        bundle_folder: str | Path,
+        threads: int | None = None,
+        hooks_file: str | Path | None = None,
+        max_request_bytes: int | None = None,
     ) -> Predictor:
         """Verify and open a bundle with `threads` compute threads, and run its samples once: what compiles or allocates
-        on first use has done so when this returns. `hooks_file` is the user's (`deployer.hooks`).
+        on first use has done so when this returns. `hooks_file` is the user's (`deployer.hooks`); a body of more than
+        `max_request_bytes` is refused with 413.
 
         Raises BundleError, IntegrityError, MachineError; ModelError, UsageError for the hooks file.
         """
@@ -94,7 +106,13 @@ class Predictor:
         bundle = read_bundle(bundle_folder)
         independent = bundle.manifest.batch_independent
         padded = [dim for dim, reason in bundle.manifest.padding.items() if not reason]
-        predictor = cls(open_bundle(bundle, threads=threads), batch_independent=independent, hooks=hooks, padded=padded)
+        predictor = cls(
+            open_bundle(bundle, threads=threads),
+            batch_independent=independent,
+            hooks=hooks,
+            padded=padded,
+            max_request_bytes=max_request_bytes,
+        )
         predictor._warm_up(bundle.samples()[0])
         return predictor
 
@@ -119,7 +137,7 @@ class Predictor:
 
     def answer(self, requests: Sequence[Request]) -> list[Response]:
         """One response per request, in the same order. Never raises for what a request holds or the model does:
-        status 400, 406 or 415 where the request is at fault, 500 where the model or the server is."""
+        status 400, 406, 413 or 415 where the request is at fault, 500 where the model or the server is."""
         answers: dict[int, Response] = {}
         works = []
         for index, request in enumerate(requests):
@@ -144,6 +162,15 @@ class Predictor:
 
     def _decode(self, request: Request) -> tuple[Decoded, bool]:
         """A request's arrays, and whether the user's postprocess answers it."""
+        limit = self._max_request_bytes
+        if limit is not None and len(request.body) > limit:
+            raise RequestError(
+                f"the body has {len(request.body)} bytes, '{self.spec.name}' takes at most {limit}; send fewer rows, "
+                f"or the same in a binary body",
+                expected=f"at most {limit} bytes",
+                got=f"{len(request.body)} bytes",
+                http_status=413,
+            )
         hooks = self._hooks if request.hooks else None
         if hooks is not None and hooks.preprocess is not None:
             arrays = hooks.arrays(HookRequest(bytes(request.body), request.content_type, request.accept))

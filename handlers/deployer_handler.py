@@ -23,7 +23,10 @@ class DeployerHandler:
         bundle = Path(context.system_properties["model_dir"]) / "bundle"
         hooks = bundle.with_name("hooks") / "main.py"
         self.predictor = Predictor.open(
-            bundle, settings.get("intra_op_threads"), hooks_file=hooks if hooks.is_file() else None
+            bundle,
+            settings.get("intra_op_threads"),
+            hooks_file=hooks if hooks.is_file() else None,
+            max_request_bytes=settings.get("max_request_bytes"),
         )
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:

@@ -260,9 +260,12 @@ def test_the_client_talks_to_it(server: Server, digits_images: Array, tmp_path: 
         predict(url, digits_images[0])
     with pytest.raises(ServerError, match=r"404: .*check the model's name"):
         predict(f"{server.inference_url}/predictions/nothing", digits_images[0], token=server.token)
-    assert server.endpoints[0].settings.max_request_bytes < 4 * 64 * 30_000
-    with pytest.raises(ServerError, match=rf"413: a body of {4 * 64 * 30_000 + 128} bytes"):
+    limit = server.endpoints[0].settings.max_request_bytes
+    assert limit < 4 * 64 * 30_000 < 2 * limit < 4 * 64 * 60_000
+    with pytest.raises(RequestError, match=rf"413\): the body has {4 * 64 * 30_000 + 128} bytes.* at most {limit}"):
         predict(url, np.zeros((30_000, 1, 8, 8), np.float32), token=server.token)
+    with pytest.raises(ServerError, match=rf"413: a body of {4 * 64 * 60_000 + 128} bytes"):
+        predict(url, np.zeros((60_000, 1, 8, 8), np.float32), token=server.token)
     assert predict(url, digits_images[0], token=server.token).outputs["logits"].shape == (10,)
 
 

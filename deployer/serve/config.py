@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+_JAVA_INT_MAX = 2**31 - 1
 _CENTURY_MIN = 60 * 24 * 365 * 100  # TorchServe takes up to 5e14; a token that expires stops a healthy server
 
 
@@ -26,6 +27,9 @@ def config_properties(
 
     Closed: registering models over HTTP, fetching archives from anywhere, installing their requirements. Bodies reach
     the handler as they came, since TorchServe's own decoding turns JSON floats and loses bad JSON.
+
+    TorchServe answers what is over its limit with 413 and no word. It is given twice the limit of the largest model, so
+    that the handler, which knows each model's own, says limit and size of what is over by less.
     """
     lines = {
         "inference_address": f"http://{host}:{ports.inference}",
@@ -45,7 +49,7 @@ def config_properties(
         "allowed_urls": "file:///nonexistent/.*",
         "decode_input_request": "false",
         "install_py_dep_per_model": "false",
-        "max_request_size": max_request_bytes,
+        "max_request_size": min(2 * max_request_bytes, _JAVA_INT_MAX),
         "max_response_size": max_response_bytes,
     }
     return "".join(f"{key}={value}\n" for key, value in lines.items())
