@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +21,15 @@ from deployer.spec import Array
 from deployer.validate import Reference, make_reference
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With several processes each has a temporary folder of its own: tests look at what is left in it. A short name,
+    since sockets have one."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        own = tempfile.mkdtemp(prefix="dt-", dir="/tmp")
+        os.environ["TMPDIR"] = tempfile.tempdir = own
+        config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

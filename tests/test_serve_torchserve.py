@@ -87,6 +87,19 @@ def instances() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("deployer-serve-*"))
 
 
+@contextlib.contextmanager
+def started(*command: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that hears SIGHUP though whoever runs the tests may not (nohup), and that ends with the test."""
+    hears = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen([*map(str, command)], text=True, preexec_fn=hears, **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        with process:  # closes its pipes
+            pass
+
+
 def read_document(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What `deployer serve --json` prints when it is ready; its own words where it ends without."""
     assert process.stdout is not None
@@ -499,7 +512,7 @@ def test_serve_runs_until_sigterm_and_leaves_nothing(archive: Path, digits_image
     np.save(tmp_path / "x.npy", digits_images[0])
     command = [sys.executable, "-m", "deployer", "serve", str(archive), "--json", "--token-file", tmp_path / "token"]
     ports = ["--port", "0", "--management-port", "0", "--metrics-port", "0"]
-    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(*command, *ports, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         document = read_document(process)
         members = session_members(document["pid"])
         [model] = document["models"]
@@ -519,7 +532,7 @@ def test_serve_runs_until_sigterm_and_leaves_nothing(archive: Path, digits_image
 def test_no_server_outlives_the_terminal_or_a_kill(archive: Path, end: signal.Signals) -> None:
     command = [sys.executable, "-m", "deployer", "serve", str(archive), "--json"]
     ports = ["--port", "0", "--management-port", "0", "--metrics-port", "0"]
-    with subprocess.Popen([*command, *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(*command, *ports, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         document = read_document(process)
         members = session_members(document["pid"])
         assert len(members) == 3
@@ -538,9 +551,7 @@ def test_no_server_outlives_the_terminal_or_a_kill(archive: Path, end: signal.Si
 def test_ctrl_c_while_starting_leaves_nothing(archive: Path) -> None:
     before = instances()
     command = [sys.executable, "-m", "deployer", "serve", str(archive), "--port", "0", "--management-port", "0"]
-    with subprocess.Popen(
-        [*command, "--metrics-port", "0"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started(*command, "--metrics-port", 0, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "waiting for" in line:
