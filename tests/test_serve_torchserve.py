@@ -89,9 +89,14 @@ def instances() -> set[Path]:
 
 @contextlib.contextmanager
 def started(*command: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that hears SIGHUP though whoever runs the tests may not (nohup), and that ends with the test."""
-    hears = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731
-    process = subprocess.Popen([*map(str, command)], text=True, preexec_fn=hears, **options)
+    """A process that hears what a terminal sends, though whoever runs the tests may not (nohup, a shell's background), and
+    that ends with the test."""
+
+    def hear() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+    process = subprocess.Popen([*map(str, command)], text=True, preexec_fn=hear, **options)
     try:
         yield process
     finally:
