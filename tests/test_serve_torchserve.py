@@ -89,7 +89,7 @@ def instances() -> set[Path]:
 
 @contextlib.contextmanager
 def started(*command: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that hears what a terminal sends, though whoever runs the tests may not (nohup, a shell's background), and
+    """A process that hears what a terminal sends, though whoever runs the tests may not (nohup, a background job), and
     that ends with the test."""
 
     def hear() -> None:
