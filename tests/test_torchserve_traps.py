@@ -23,6 +23,8 @@ import psutil
 import pytest
 import torch
 import yaml
+from hypothesis import HealthCheck, Phase, given, seed
+from hypothesis import settings as hypothesis_settings
 from torch import Tensor, nn
 
 import handlers.deployer_handler
@@ -34,12 +36,15 @@ from deployer.formats import Target
 from deployer.package import package
 from deployer.package.settings import Settings, choose_settings
 from deployer.package.torchserve import model_config
+from deployer.predictor import Predictor, Request
 from deployer.protocol import JSON, NPY, npy_bytes
+from deployer.protocol.oip import HEADER_LENGTH
 from deployer.serve import Server
 from deployer.serve.config import Ports, config_properties
 from deployer.serve.processes import session_members
 from deployer.spec import Dim, ModelSpec, TensorSpec
 from handlers.deployer_handler import DeployerHandler
+from tests.hostile import batches
 
 ROOT = Path(__file__).resolve().parent.parent
 HANDLER = Path(handlers.deployer_handler.__file__)
@@ -412,3 +417,51 @@ def test_gzip_is_refused_by_name_not_decoded(server: Server) -> None:
         headers=owner(server, **{"Content-Type": NPY, "Content-Encoding": "gzip"}), timeout=60,
     )  # fmt: skip
     assert (response.status_code, "gzip" in response.json()["error"]["message"]) == (415, True)
+
+
+def test_malformed_requests_over_http_hurt_nobody(server: Server, lookup_bundle: Path) -> None:
+    """Some of those of `tests/hostile.py`, through Java, all at once: no 5xx, and right ones answered as alone."""
+    drawn: list[tuple[bool, Request]] = []
+
+    @seed(3)
+    @hypothesis_settings(
+        max_examples=60, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(batches(LOOKUP))
+    def draw(batch: list[tuple[bool, Request]]) -> None:
+        drawn.extend((right, request) for right, request in batch if carried(request))
+
+    draw()
+    assert len(drawn) > 100
+    responses = asyncio.run(post_requests(server, [request for _, request in drawn]))
+    with Predictor.open(lookup_bundle) as predictor:
+        for (right, request), response in zip(drawn, responses, strict=True):
+            assert response.status_code < 500, (request, response.text)
+            if right:
+                [lone] = predictor.answer([request])
+                assert (response.status_code, response.content) == (200, lone.body), request
+    assert sum(response.status_code != 200 for response in responses) > 50
+
+
+def carried(request: Request) -> bool:
+    """Whether HTTP takes its headers; the other clients are refused by Java, or by their own library."""
+    texts = (request.content_type, request.accept, request.header_length)
+    return all(text.isascii() and text.isprintable() and text == text.strip() for text in texts)
+
+
+async def post_requests(server: Server, requests: list[Request]) -> list[httpx.Response]:
+    async with httpx.AsyncClient(timeout=60, trust_env=False, limits=httpx.Limits(max_connections=24)) as client:
+        return await asyncio.gather(
+            *(
+                client.post(
+                    server.endpoints[0].url,
+                    content=bytes(request.body),
+                    headers=owner(
+                        server,
+                        **{"Content-Type": request.content_type, "Accept": request.accept},
+                        **({HEADER_LENGTH: request.header_length} if request.header_length else {}),
+                    ),
+                )
+                for request in requests
+            )
+        )
