@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._inductor.utils import run_and_get_code
 
 from deployer.errors import MachineError
 from deployer.formats.pt2e import MODULES, Bench, count_kernels, register_lowerings
@@ -53,6 +53,8 @@ def _write_int8(job: ExportJob, program: torch.export.ExportedProgram) -> dict[s
 
 def _lowered(job: ExportJob, details: dict[str, Any]) -> int:
     """How many int8 kernels torch.compile makes of the program that was saved."""
+    from torch._inductor.utils import run_and_get_code  # takes a second, which no server has to spare
+
     sizes = {name: dim.typical for name, dim in job.spec.dims.items()}
     torch._dynamo.reset()
     _, codes = run_and_get_code(_opened(job, details).call, sized_inputs(job.spec, job.samples, sizes))
@@ -85,10 +87,12 @@ def load(job: LoadJob) -> Loaded:
         module = torch.compile(module, mode=mode, dynamic=True)
         engine = f"torch.compile ({job.target.compile}) CPU"
 
+    # Without freezing no weight is a constant, and nothing becomes an int8 kernel. Dynamo asks for it too, so that
+    # torch.compile's options are no place for it.
+    frozen = int8 and job.target.compile is not None
+
     def call(arrays: Arrays) -> dict[str, Array]:
-        # Without freezing no weight is a constant, and nothing becomes an int8 kernel. Dynamo asks for it too, so that
-        # torch.compile's options are no place for it.
-        with torch.no_grad(), torch._inductor.config.patch(freezing=int8):
+        with torch.no_grad(), torch._inductor.config.patch(freezing=True) if frozen else nullcontext():
             return as_arrays(job.spec, module(*as_tensors(job.spec, arrays)))
 
     return Loaded(call, engine)
