@@ -12,6 +12,7 @@ fault stays with the request that caused it. Adapters to servers (`handlers/`) s
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +23,13 @@ import numpy as np
 from deployer.bundle import read_bundle
 from deployer.errors import RequestError, first_line
 from deployer.hooks import HookRequest, Hooks
+from deployer.meters import SERIES, Meters, growth
 from deployer.padding import cut_outputs, pad_inputs
 from deployer.protocol import JSON, Decoded, check_arrays, choose_answer, decode_request, encode_error, oip, respond
 from deployer.runtime import Runner, open_bundle
 from deployer.spec import Array, Arrays
+
+__all__ = ["SERIES", "Meters", "Predictor", "Request", "Response", "growth"]
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +87,9 @@ class Predictor:
         self._hooks = hooks
         self._max_request_bytes = max_request_bytes
         self.spec = runner.spec
+        #: what was counted since the start
+        self.meters = Meters()
+        self._arrived_s = 0.0
         #: requests share runs: every tensor has the batch axis, and the gate saw no row influence another
         self.stacks = runner.spec.stackable and batch_independent
         #: Dims along which requests that share a run are padded to the longest
@@ -138,6 +145,7 @@ class Predictor:
     def answer(self, requests: Sequence[Request]) -> list[Response]:
         """One response per request, in the same order. Never raises for what a request holds or the model does:
         status 400, 406, 413 or 415 where the request is at fault, 500 where the model or the server is."""
+        self._arrived_s = time.perf_counter()
         answers: dict[int, Response] = {}
         works = []
         for index, request in enumerate(requests):
@@ -148,9 +156,14 @@ class Predictor:
                 works.append(checked)
         for run in self._runs(works):
             answers.update(self._run_or_split(run))
-        return [answers[index] for index in range(len(requests))]
+        responses = [answers[index] for index in range(len(requests))]
+        for response in responses:
+            if response.status >= 400:
+                self.meters.error(response.status)
+        return responses
 
     def _check(self, index: int, request: Request) -> _Work | Response:
+        started_s = time.perf_counter()
         try:
             decoded, hooked = self._decode(request)
             kind = JSON if hooked else choose_answer(request.accept, self.spec)
@@ -158,6 +171,7 @@ class Predictor:
             return _refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever a body does to a parser, its neighbours are answered
             return _server_fault(error)
+        self.meters.stages["decode"].observe(time.perf_counter() - started_s)
         return _Work(index, decoded, kind, decoded.sizes.get(self.spec.batch or "", 1), hooked)
 
     def _decode(self, request: Request) -> tuple[Decoded, bool]:
@@ -213,7 +227,13 @@ class Predictor:
             return {run[0].index: response}
 
     def _run(self, run: Sequence[_Work]) -> dict[int, Response]:
+        started_s = time.perf_counter()
         outputs = self._runner(self._stacked(run))
+        ran_s = time.perf_counter()
+        stages = self.meters.stages
+        stages["wait"].observe(started_s - self._arrived_s, len(run))
+        stages["infer"].observe(ran_s - started_s, len(run))
+        self.meters.runs.observe(len(run))
         responses = {}
         start = 0
         for work in run:
@@ -223,6 +243,9 @@ class Predictor:
             if work.decoded.one_item:
                 own = self._without_batch_axis(own)
             responses[work.index] = self._respond(work, own, len(run))
+            done_s = time.perf_counter()
+            stages["encode"].observe(done_s - ran_s)
+            ran_s = done_s
         return responses
 
     def _respond(self, work: _Work, outputs: Arrays, run_requests: int) -> Response:

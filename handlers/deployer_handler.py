@@ -5,11 +5,17 @@ TorchServe's loader imports this file by its base name and wants exactly one cla
 
 import json
 import logging
+import os
+import socket
+import threading
+import time
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from deployer.predictor import Predictor, Request
+from deployer.predictor import SERIES, Predictor, Request, growth
+
+METRICS_PERIOD_S = 2.0
 
 
 class DeployerHandler:
@@ -28,6 +34,7 @@ class DeployerHandler:
             hooks_file=hooks if hooks.is_file() else None,
             max_request_bytes=settings.get("max_request_bytes"),
         )
+        threading.Thread(target=report, args=(self.predictor,), name="metrics", daemon=True).start()
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:
         """One body per request, in order; status and content type are set per request."""
@@ -60,3 +67,27 @@ class DeployerHandler:
             headers.get("inference-header-content-length", ""),
             hooks=headers.get("x-deployer-hooks", "").lower() != "off",
         )
+
+
+def report(predictor: Predictor) -> None:
+    """Tell the frontend every few seconds, on standard output, by how much the worker's counters grew."""
+    before: Any = {}
+    while True:
+        now = predictor.meters.read()
+        for line in metric_lines(predictor, before, now):
+            os.write(1, line.encode())  # a short write to a pipe is whole; sys.stdout would hold a lock at exit
+        before = now
+        time.sleep(METRICS_PERIOD_S)
+
+
+def metric_lines(predictor: Predictor, before: Any, now: Any) -> list[str]:
+    """What grew in the form that the frontend reads: a counter of its own for each, over all workers."""
+    end = f"#type:COUNTER|#hostname:{socket.gethostname()},{int(time.time())}"
+    lines = []
+    for (name, values), value in growth(before, now).items():
+        unit, labels = SERIES[name]
+        own = (predictor.spec.name, predictor.spec.version)
+        pairs = zip(("model_name", "model_version", *labels), (*own, *values), strict=True)
+        dimensions = ",".join(f"{label}:{text}" for label, text in pairs)
+        lines.append(f"[METRICS]{name}.{unit}:{value:.12g}|#{dimensions}|{end}\n")
+    return lines

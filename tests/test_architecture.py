@@ -29,6 +29,7 @@ ORDER = [
     "export",
     "protocol",
     "hooks",
+    "meters",
     "predictor",
     "package",
     "client",

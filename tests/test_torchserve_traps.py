@@ -7,6 +7,7 @@ import ast
 import asyncio
 import importlib.util
 import json
+import re
 import socket
 import sys
 import time
@@ -43,8 +44,8 @@ from deployer.serve import Server
 from deployer.serve.config import Ports, config_properties
 from deployer.serve.processes import session_members
 from deployer.spec import Dim, ModelSpec, TensorSpec
-from handlers.deployer_handler import DeployerHandler
-from tests.hostile import batches
+from handlers.deployer_handler import METRICS_PERIOD_S, DeployerHandler
+from tests.hostile import batches, predictor_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HANDLER = Path(handlers.deployer_handler.__file__)
@@ -164,7 +165,9 @@ def handler(lookup_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> De
     (folder / "bundle").symlink_to(lookup_bundle)
     before = torch.get_num_threads()
     made = DeployerHandler()
-    made.initialize(Context(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handlers.deployer_handler, "report", lambda _: None)
+        made.initialize(Context(folder))
     torch.set_num_threads(before)
     return made
 
@@ -173,7 +176,13 @@ def test_the_handler_hands_its_threads_to_the_runtime(
     lookup_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr(handlers.deployer_handler.Predictor, "open", lambda *given, **_: opened.append(given))
+
+    def opens(*given: Any, **_: Any) -> Predictor:
+        opened.append(given)
+        return predictor_of("lookup")
+
+    monkeypatch.setattr(handlers.deployer_handler.Predictor, "open", opens)
+    monkeypatch.setattr(handlers.deployer_handler, "report", lambda _: None)
     DeployerHandler().initialize(Context(tmp_path))
     assert opened == [(tmp_path / "bundle", 1)]
 
@@ -344,6 +353,38 @@ def test_concurrent_requests_of_the_open_inference_protocol_keep_their_own_value
 def test_routes_that_exist_and_those_that_do_not(server: Server, path: str, status: int) -> None:
     """docs/protocol.md says so."""
     assert httpx.get(server.inference_url + path, headers=owner(server), trust_env=False).status_code == status
+
+
+def test_histograms_are_in_the_metrics(server: Server) -> None:
+    """TorchServe has counters of microseconds, and histograms that begin at 5 ms; what it was not told of it drops."""
+
+    def series() -> dict[str, float]:
+        text = httpx.get(server.metrics_url, trust_env=False).text
+        found = re.findall(r'^(deployer_\w+)\{model_name="lookup",model_version="1.0",([^ ]*)\} (\S+)$', text, re.M)
+        return {f"{name} {re.sub(',?Hostname=.*', '', labels)}": float(value) for name, labels, value in found}
+
+    time.sleep(1.5 * METRICS_PERIOD_S)  # what was counted before may still be on its way
+    before = series()
+
+    def growth() -> dict[str, float]:
+        return {name: value - before.get(name, 0) for name, value in series().items()}
+
+    asyncio.run(post_all(server, "/predictions/lookup", [b'{"ids": [0, 1, 2]}'] * 10 + [b"{"] * 3))
+    deadline_s = time.monotonic() + 30
+    while growth().get('deployer_errors_total status="400"', 0) < 3 or growth()["deployer_run_requests_sum "] < 10:
+        assert time.monotonic() < deadline_s, growth()
+        time.sleep(0.2)
+    time.sleep(0.2)
+    grown = growth()
+    for stage in ("decode", "wait", "infer", "encode"):
+        counts = [value for name, value in grown.items() if f'bucket stage="{stage}"' in name]
+        assert len(counts) == 16
+        assert grown[f'deployer_stage_seconds_bucket stage="{stage}",le="+Inf"'] == 10 == max(counts)
+        assert grown[f'deployer_stage_seconds_count stage="{stage}"'] == 10
+        assert grown[f'deployer_stage_seconds_sum stage="{stage}"'] > 0
+    assert grown["deployer_run_requests_sum "] == 10
+    assert 1 <= grown["deployer_run_requests_count "] <= 10
+    assert grown['deployer_errors_total status="400"'] == 3
 
 
 def test_one_bad_request_in_a_batch_is_its_own_over_http(server: Server) -> None:

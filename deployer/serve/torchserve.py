@@ -45,9 +45,11 @@ from deployer.runtime import preflight
 from deployer.serve.config import (
     LOG4J,
     LOOPBACK,
+    METRICS_FILE,
     Ports,
     config_properties,
     last_words,
+    metrics_config,
     port_taken,
     registration_failure,
     worker_failure,
@@ -269,6 +271,7 @@ class Server:
         response_bytes = max(entry.settings.max_response_bytes for entry in served)
         text = config_properties(self._host, self._ports, names, request_bytes, response_bytes)
         (folder / "config.properties").write_text(text)
+        (folder / METRICS_FILE).write_text(metrics_config((_torchserve_home() / "configs/metrics.yaml").read_text()))
         return served
 
     def _launch(self, java: Path) -> None:
@@ -276,10 +279,8 @@ class Server:
 
         Java is started directly: the `torchserve` command would stay between us and it, and die without ending it.
         """
-        import ts
-
         folder = self.folder
-        home = Path(ts.__file__).resolve().parent.parent
+        home = _torchserve_home().parent
         command = [
             str(java / "bin" / "java"),
             f"-Dmodel_server_home={home}",
@@ -459,6 +460,12 @@ def _checked_host(host: str) -> str:
     if not address.is_loopback:
         log.warning("inference will be reachable on %s, with the token; put TLS in front of it", host)
     return str(address)
+
+
+def _torchserve_home() -> Path:
+    import ts
+
+    return Path(ts.__file__).resolve().parent
 
 
 def _check_installed() -> None:
