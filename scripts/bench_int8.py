@@ -127,51 +127,20 @@ def write_resnet(folder: Path) -> None:
     )
 
 
-_MODULES = (
-    "argparse", "ast", "asyncio", "collections", "csv", "datetime", "decimal", "difflib", "email", "heapq", "json",
-    "logging", "os", "pathlib", "random", "re", "shutil", "socket", "statistics", "subprocess", "tarfile", "tempfile",
-    "textwrap", "threading", "typing", "unittest", "urllib.parse", "zipfile",
-)  # fmt: skip
-
-
-def sentences() -> list[str]:
-    """Real English: the first sentence of docstrings of the standard library."""
-    import inspect
-    import pkgutil
-
-    found = []
-    for module in _MODULES:
-        for _, member in inspect.getmembers(pkgutil.resolve_name(module)):
-            text = " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
-            if 20 < len(text) < 300 and text not in found:
-                found.append(text)
-    return found
-
-
-def minilm_tokens(texts: list[str]) -> dict[str, np.ndarray]:
-    sys.path.insert(0, "examples/minilm")
-    from make_checkpoint import tokenize
-
-    return tokenize(texts)
-
-
-def minilm_calibration() -> Iterator[dict[str, np.ndarray]]:
-    chosen = sentences()[: 12 * 8]
-    for start in range(0, len(chosen), 8):
-        yield minilm_tokens(chosen[start : start + 8])
-
-
 def held_out(name: str) -> list[Arrays]:
     if name == "resnet18":
         return [{"image": crops(30_000 + start, 8)} for start in range(0, HELD_OUT, 8)]
+    sys.path.insert(0, "examples/minilm")
+    from score import sentences, tokenize
+
     chosen = sentences()[200:328]
-    return [minilm_tokens(chosen[start : start + 16]) for start in range(0, len(chosen), 16)]
+    return [tokenize(chosen[start : start + 16]) for start in range(0, len(chosen), 16)]
 
 
 CALIBRATIONS = {
     "digits": "examples/digits/score.py:calibration",
     "resnet18": f"{__file__}:resnet_calibration",
-    "minilm": f"{__file__}:minilm_calibration",
+    "minilm": "examples/minilm/score.py:calibration",
 }
 
 

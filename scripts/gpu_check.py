@@ -21,7 +21,9 @@ from deployer.checkpoint import Checkpoint
 from deployer.errors import DeployerError, MachineError
 from deployer.export import export
 from deployer.formats import Target
+from deployer.int8 import Int8
 from deployer.machine import gpu_arch, gpu_fault
+from deployer.quantize.calibration import read_calibration
 from deployer.validate import Reference, make_reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +35,7 @@ TARGETS = [
         for builder in ("onnx-rtx", "torch-trt")
         for precision in ("fp32", "fp16")
     ),
+    Target("trt", "int8", "cuda", builder="onnx-rtx"),
 ]
 BATCHES = (1, 8, 32)
 
@@ -73,7 +76,11 @@ def check(checkpoint: Checkpoint, reference: Reference, target: Target, output: 
     """(nothing failed, a row of the table) of one target: exported, executed in the gate, measured."""
     empty = " | ".join("–" for _ in BATCHES)
     try:
-        bundle, report = export(checkpoint, target, output, reference=reference)
+        int8 = None
+        if target.precision == "int8":  # kept though it may be slow: the table is to show it
+            source = ROOT / "examples" / checkpoint.spec.name / "score.py"
+            int8 = Int8(read_calibration(f"{source}:calibration", checkpoint.spec), keep_slow=True)
+        bundle, report = export(checkpoint, target, output, reference=reference, int8=int8)
         if not bundle.manifest.executed:
             return False, f"| {checkpoint.spec.name} | {target.slug} | not executed | {empty} | {report.engine} |"
         rows = {row.batch_size: row for row in bench_bundle(bundle.path, batch_sizes=BATCHES).rows}
