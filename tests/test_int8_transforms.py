@@ -133,3 +133,20 @@ def test_weights_are_rounded_per_channel_however_small() -> None:
     torch.testing.assert_close(rounded[0], torch.tensor([1.0, -64 / 127, 33 / 127]))
     torch.testing.assert_close(rounded[1] * 1e9, rounded[0])
     assert not rounded[2].any()
+
+
+def test_a_layer_that_is_the_whole_model_or_is_called_by_name_is_smoothed() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(input=x)
+
+    for model in (ByName().eval(), nn.Linear(4, 2).eval()):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+        expected = model(x).detach()
+        assert smooth(model, [(x,), (x[0],)], 0.5) == ["layer" if isinstance(model, ByName) else ""]
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model(x[0]), expected[0], rtol=1e-5, atol=1e-6)

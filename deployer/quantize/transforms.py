@@ -71,16 +71,17 @@ def _watch(
     taken: dict[str, Tensor] = {}
 
     def note(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            peak = inputs[0].detach().abs().flatten(0, -2).amax(0)
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            value = inputs[0] if inputs else named["input"]
+            peak = value.detach().abs().reshape(-1, value.shape[-1]).amax(0)
             peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
-            taken.setdefault(name, inputs[0])  # held, so that no other tensor gets its place in memory
+            taken.setdefault(name, value)  # held, so that no other tensor gets its place in memory
 
         return hook
 
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it passes the layers by
-    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    hooks = [layer.register_forward_pre_hook(note(name), with_kwargs=True) for name, layer in layers.items()]
     groups: dict[int, list[str]] = {}
     try:
         with torch.no_grad():
