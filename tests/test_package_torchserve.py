@@ -93,6 +93,11 @@ def test_defaults_follow_from_the_spec(onnx: Bundle) -> None:
     settings = choose_settings(onnx.manifest, batch_size=None, max_batch_delay_ms=None, workers=None)
     assert (settings.batch_size, settings.max_batch_delay_ms) == (onnx.spec.dims["batch"].typical, 2)
     assert settings.workers == min(2, usable_cores())
+    assert settings.intra_op_threads == usable_cores() // settings.workers
+    own = choose_settings(
+        onnx.manifest, batch_size=None, max_batch_delay_ms=None, workers=usable_cores(), intra_op_threads=3
+    )
+    assert own.intra_op_threads == 3
 
 
 def test_body_limits_cover_the_largest_request() -> None:
@@ -119,6 +124,8 @@ def test_body_limits_cover_the_largest_request() -> None:
         ({"max_batch_delay_ms": 0}, "TorchServe reads 0 as 100"),
         ({"max_batch_delay_ms": -1}, "--max-batch-delay-ms -1"),
         ({"workers": 0}, "--workers 0"),
+        ({"intra_op_threads": 0}, "--intra-op-threads 0"),
+        ({"intra_op_threads": 2000}, "--intra-op-threads 2000"),
         ({"engine": "torchsreve"}, "did you mean 'torchserve'"),
     ],
 )

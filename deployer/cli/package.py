@@ -21,6 +21,9 @@ from deployer.errors import UsageError
 )
 @click.option("--workers", type=int, metavar="N", help="Processes; they divide the cores.  [default: 2, on one core 1]")
 @click.option(
+    "--intra-op-threads", type=int, metavar="N", help="Threads with which each computes.  [default: cores over workers]"
+)
+@click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
@@ -55,6 +58,7 @@ def command(
     batch_size: int | None,
     max_batch_delay_ms: int | None,
     workers: int | None,
+    intra_op_threads: int | None,
     output: Path,
     allow_unexecuted: bool,
     handler: Path | None,
@@ -77,7 +81,7 @@ def command(
     with working(f"packaging {bundle}"):
         path = package(
             bundle, engine=engine, output=output, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms,
-            workers=workers, allow_unexecuted=allow_unexecuted, hooks=hooks,
+            workers=workers, intra_op_threads=intra_op_threads, allow_unexecuted=allow_unexecuted, hooks=hooks,
         )  # fmt: skip
     mar = read_mar(path)
     settings = read_settings(mar)

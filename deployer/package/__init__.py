@@ -37,6 +37,7 @@ def package(
     batch_size: int | None = None,
     max_batch_delay_ms: int | None = None,
     workers: int | None = None,
+    intra_op_threads: int | None = None,
     allow_unexecuted: bool = False,
     hooks: HookFiles | None = None,
 ) -> Path:
@@ -44,7 +45,8 @@ def package(
 
     `batch_size` requests at most share a run (default: the batch Dim's typical size, 1 where requests cannot share
     one), the first of them waits `max_batch_delay_ms` at most (default 2). `workers` processes (default 2, on a single
-    core 1) divide the cores of this machine among them.
+    core 1) divide the cores of this machine among them, unless `intra_op_threads` says
+    with how many each computes.
 
     `hooks` are the user's pre- and postprocessing, tried on their own samples before the package takes its name.
 
@@ -66,7 +68,11 @@ def package(
             reason="not_executed",
         )
     settings = choose_settings(
-        opened.manifest, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms, workers=workers
+        opened.manifest,
+        batch_size=batch_size,
+        max_batch_delay_ms=max_batch_delay_ms,
+        workers=workers,
+        intra_op_threads=intra_op_threads,
     )
     return record.package(opened, settings, Path(output), hooks)
 

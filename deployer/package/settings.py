@@ -19,6 +19,7 @@ DEFAULT_WORKERS = 2
 
 _DELAY_LIMIT_MS = 2**31 - 1  # TorchServe drops what is no Java int, and takes 100
 _WORKERS_LIMIT = 1024
+_THREADS_LIMIT = 1024
 
 _BODY_FLOOR_BYTES = 6_553_500  # TorchServe's own default; smaller limits would only surprise
 _BODY_CEILING_BYTES = 2**31 - 1  # limits are Java ints
@@ -44,10 +45,15 @@ class Settings:
 
 
 def choose_settings(
-    manifest: Manifest, *, batch_size: int | None, max_batch_delay_ms: int | None, workers: int | None
+    manifest: Manifest,
+    *,
+    batch_size: int | None,
+    max_batch_delay_ms: int | None,
+    workers: int | None,
+    intra_op_threads: int | None = None,
 ) -> Settings:
     """Settings for a bundle; None means: the batch Dim's typical size (1 where requests cannot share a run), 2 ms,
-    two workers (one on a single core). Raises UsageError that names the option and the reason."""
+    two workers (one on a single core), the cores of this machine shared out among them. Raises UsageError that names the option and the reason."""
     spec = manifest.spec
     obstacle = why_not_stackable(manifest)
     if batch_size is None and obstacle:
@@ -68,6 +74,8 @@ def choose_settings(
         raise UsageError(f"--workers {workers}: at least 1 is expected")
     if workers > _WORKERS_LIMIT:
         raise UsageError(f"--workers {workers}: at most {_WORKERS_LIMIT} is expected")
+    if intra_op_threads is not None and not 1 <= intra_op_threads <= _THREADS_LIMIT:
+        raise UsageError(f"--intra-op-threads {intra_op_threads}: 1 to {_THREADS_LIMIT} is expected")
     if batch_size > 1 and obstacle:
         raise UsageError(f"--batch-size {batch_size}: requests for '{spec.name}' cannot share a run, {obstacle}; use 1")
     if batch_size > 1 and spec.batch is not None and batch_size > spec.dims[spec.batch].max:
@@ -79,7 +87,7 @@ def choose_settings(
         batch_size,
         max_batch_delay_ms,
         workers,
-        max(1, usable_cores() // workers),
+        intra_op_threads or max(1, usable_cores() // workers),
         body_limit_bytes(spec, spec.inputs),
         body_limit_bytes(spec, spec.outputs),
     )
