@@ -22,6 +22,7 @@ from deployer.errors import BundleError, CheckpointError, ModelError, first_line
 from deployer.files import sha256_of
 from deployer.int8 import summary
 from deployer.package.mar import BUNDLE_FOLDER, read_mar
+from deployer.signature import signature_of, signer_of
 from deployer.spec import ModelSpec
 
 SCHEMA_VERSION = 1
@@ -201,9 +202,21 @@ def _inspect_mar(place: Path) -> Inspection:
     except (KeyError, msgspec.DecodeError) as error:
         raise BundleError(f"'{place}' was not made by deployer: {first_line(error)}") from error
     config = {key: value for key, value in archive.model_config.items() if not isinstance(value, dict)}
-    facts = {"handler": archive.handler, "model config": json.dumps(config), **_bundle_facts(manifest)}
+    facts = {
+        "signed": _signed(place),
+        "handler": archive.handler,
+        "model config": json.dumps(config),
+        **_bundle_facts(manifest),
+    }
     inside = {f"{BUNDLE_FOLDER}/{name}": text for name, text in manifest.sha256.items()}
     hashes = {place.name: sha256_of(place), **inside}
     return Inspection(
         "mar", str(place), place.stat().st_size, facts, hashes, manifest.spec, tool_versions=manifest.tool_versions
     )
+
+
+def _signed(place: Path) -> str:
+    """What the signature beside an archive claims; `deployer serve --verify-key` holds the archive to it."""
+    if not signature_of(place).is_file():
+        return "no"
+    return f"by the key {signer_of(place) or 'that it does not name'} (sha256 of its PEM; --verify-key proves it)"

@@ -12,6 +12,7 @@ fault stays with the request that caused it. Adapters to servers (`handlers/`) s
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from deployer.meters import SERIES, Meters, growth
 from deployer.padding import cut_outputs, pad_inputs
 from deployer.protocol import JSON, Decoded, check_arrays, choose_answer, decode_request, encode_error, oip, respond
 from deployer.runtime import Runner, open_bundle
+from deployer.signature import configured_key, verify
 from deployer.spec import Array, Arrays
 
 __all__ = ["SERIES", "Meters", "Predictor", "Request", "Response", "growth"]
@@ -107,8 +109,15 @@ class Predictor:
         on first use has done so when this returns. `hooks_file` is the user's (`deployer.hooks`); a body of more than
         `max_request_bytes` is refused with 413.
 
+        Where the environment names a public key (`deployer.signature`), the bundle's folder and that of the hooks must
+        each be signed with it.
+
         Raises BundleError, IntegrityError, MachineError; ModelError, UsageError for the hooks file.
         """
+        if key := configured_key():
+            sys.dont_write_bytecode = True  # it would lie among the signed files of the hooks
+            for folder in (Path(bundle_folder), *([Path(hooks_file).parent] if hooks_file is not None else [])):
+                verify(folder, key)
         hooks = Hooks.load(hooks_file) if hooks_file is not None else None
         bundle = read_bundle(bundle_folder)
         independent = bundle.manifest.batch_independent

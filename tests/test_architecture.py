@@ -13,6 +13,7 @@ ORDER = [
     "errors",
     "userlines",
     "files",
+    "signature",
     "references",
     "versions",
     "machine",

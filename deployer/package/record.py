@@ -25,12 +25,12 @@ class HookFiles:
 @dataclass(frozen=True)
 class Engine:
     """`package` writes the package of a gated bundle into a folder and returns its path, after having checked it under
-    the server's own loader, with the user's hooks where there are any. `modules` are the imports that it needs, `extra`
-    installs them."""
+    the server's own loader, with the user's hooks where there are any, and signed it where a private key is given.
+    `modules` are the imports that it needs, `extra` installs them."""
 
     name: str
     summary: str
-    package: Callable[[Bundle, Settings, Path, HookFiles | None], Path]
+    package: Callable[[Bundle, Settings, Path, HookFiles | None, Path | None], Path]
     modules: tuple[str, ...]
     extra: str
 

@@ -53,7 +53,10 @@ def choose_settings(
     intra_op_threads: int | None = None,
 ) -> Settings:
     """Settings for a bundle; None means: the batch Dim's typical size (1 where requests cannot share a run), 2 ms,
-    two workers (one on a single core), the cores of this machine shared out among them. Raises UsageError that names the option and the reason."""
+    two workers (one on a single core), the cores of this machine shared out among them.
+
+    Raises UsageError that names the option and the reason.
+    """
     spec = manifest.spec
     obstacle = why_not_stackable(manifest)
     if batch_size is None and obstacle:

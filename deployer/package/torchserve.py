@@ -5,6 +5,8 @@
              model-config.yaml        batching, workers, timeouts; our own keys under `deployer`
              bundle/                  the gated bundle as it is, hashes and all
              hooks/                   the user's hooks, where there are any: main.py, its files, requirements.txt
+             bundle.sig, hooks.sig    with --sign-key: signatures of these folders, which the worker holds them to
+    NAME.mar.sig                      with --sign-key: the signature of the whole archive, beside it
 
 Before an archive takes its name it is unpacked and loaded by TorchServe's own loader in a fresh process, answers real
 samples as the eager model does, and refuses a wrong request without hurting its neighbours.
@@ -40,6 +42,7 @@ from deployer.package.mar import (
 from deployer.package.record import Engine, HookFiles
 from deployer.package.settings import Settings
 from deployer.runtime import device_fault
+from deployer.signature import KEY_VARIABLE, sign, signature_of
 
 __all__ = ["ENGINE", "Mar", "make_mar", "read_mar", "read_settings"]
 
@@ -72,13 +75,18 @@ _TORCHSERVE_KEYS: dict[str, type] = {
 }  # fmt: skip
 
 
-def make_mar(bundle: Bundle, settings: Settings, output: Path, hooks: HookFiles | None = None) -> Path:
-    """Write `output/NAME.mar` and check it. Raises GateError when it does not answer as the bundle does."""
+def make_mar(
+    bundle: Bundle, settings: Settings, output: Path, hooks: HookFiles | None = None, sign_key: Path | None = None
+) -> Path:
+    """Write `output/NAME.mar` and check it; with `sign_key`, sign it.
+
+    Raises GateError when it does not answer as the bundle does.
+    """
     final = output / f"{bundle.spec.name}.mar"
     with tempfile.TemporaryDirectory(prefix="deployer-mar-") as name:
         work = Path(name)
         log.info("archiving %s", bundle.path)
-        archive = _archive(bundle, settings, work, hooks)
+        archive = _archive(bundle, settings, work, hooks, sign_key)
         with atomic_file(final) as temporary:
             shutil.copyfile(archive, temporary)
             if fault := device_fault(bundle.manifest.target, bundle.manifest.details):
@@ -86,10 +94,13 @@ def make_mar(bundle: Bundle, settings: Settings, output: Path, hooks: HookFiles 
             else:
                 log.info("checking the archive under TorchServe's loader in a fresh process")
                 check_archive(temporary, work)
+            signature_of(final).unlink(missing_ok=True)  # that of an older archive of this name
+    if sign_key is not None:
+        sign(final, sign_key)
     return final
 
 
-def _archive(bundle: Bundle, settings: Settings, work: Path, hooks: HookFiles | None) -> Path:
+def _archive(bundle: Bundle, settings: Settings, work: Path, hooks: HookFiles | None, sign_key: Path | None) -> Path:
     """Lay the archive's folder out in `work` and let torch-model-archiver write manifest and zip."""
     from model_archiver.model_archiver_config import ModelArchiverConfig
     from model_archiver.model_archiver_error import ModelArchiverError
@@ -102,6 +113,10 @@ def _archive(bundle: Bundle, settings: Settings, work: Path, hooks: HookFiles | 
     shutil.copytree(bundle.path, folder / BUNDLE_FOLDER)
     if hooks is not None:
         _copy_hooks(hooks, folder / HOOKS_FOLDER)
+    if sign_key is not None:
+        for part in (folder / BUNDLE_FOLDER, folder / HOOKS_FOLDER):
+            if part.is_dir():
+                sign(part, sign_key)
     config = ModelArchiverConfig(
         model_name=bundle.spec.name,
         handler=HANDLER,
@@ -213,6 +228,7 @@ def check_archive(path: Path, work: Path) -> None:
     (work / "tmp").mkdir()
     places = [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]  # in the order in which TorchServe puts them
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "TMPDIR": str(work / "tmp")}
+    environment.pop(KEY_VARIABLE, None)  # what is tried here is loading; who signed it is asked by who serves it
     command = [sys.executable, "-m", "deployer.package.torchserve_check", str(folder), str(result)]
     try:
         done = subprocess.run(

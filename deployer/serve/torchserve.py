@@ -57,6 +57,8 @@ from deployer.serve.config import (
 from deployer.serve.java import INSTALL, find_java
 from deployer.serve.ports import choose_ports
 from deployer.serve.processes import end_session
+from deployer.signature import KEY_VARIABLE, configured_key, signature_of
+from deployer.signature import verify as verify_signature
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +106,11 @@ class Server:
     """TorchServe as a context manager. Ports of 0 mean any free one.
 
     `host` is where inference listens; management, metrics and gRPC stay on the loopback. `token_file` is an additional
-    place for the inference token. With `ends_with_us` the kernel ends TorchServe when the thread that started it dies
-    in whatever way, kill -9 included (Linux); the folder that is then left is removed by the next start.
+    place for the inference token. With `verify_key`, a public key (default: that which the environment names), archives
+    must be signed with it: each is held to its signature before it is read, and once more as the copy that is served;
+    each worker holds bundle and hooks to theirs. With `ends_with_us` the kernel ends TorchServe when the thread that
+    started it dies in whatever way, kill -9 included (Linux); the folder that is then left is removed by the next
+    start.
 
     Raises on entry, with nothing left behind: UsageError (ports, settings, doubled models), BundleError,
     IntegrityError, MachineError (TorchServe or Java missing), GateError (not ready in time, a worker that dies, other
@@ -122,6 +127,7 @@ class Server:
         metrics_port: int = 8082,
         start_timeout_s: float = START_TIMEOUT_S,
         token_file: str | Path | None = None,
+        verify_key: str | Path | None = None,
         ends_with_us: bool = False,
     ) -> None:
         if not archives:
@@ -133,6 +139,7 @@ class Server:
         self._wanted_ports = (port, management_port, metrics_port)
         self._start_timeout_s = start_timeout_s
         self._extra_token_file = _checked_token_file(token_file)
+        self._verify_key = Path(verify_key).resolve() if verify_key is not None else configured_key()
         self._ends_with_us = ends_with_us
         self._lock: int | None = None
         self._folder: Path | None = None
@@ -196,7 +203,7 @@ class Server:
             raise UsageError("this server is already running")
         _check_installed()
         java = find_java(os.environ)
-        mars = _read_archives(self._archives)
+        mars = _read_archives(self._archives, self._verify_key)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             try:
                 self._start(mars, java)
@@ -262,10 +269,12 @@ class Server:
             raise UsageError(f"the temporary folder '{folder.parent}' has too long a path for sockets; set TMPDIR")
         for name in ("store", "tmp", "logs", "bundles", "samples"):
             (folder / name).mkdir()
-        served = [_unpack(mar, folder / "bundles" / str(index)) for index, mar in enumerate(mars)]
         names = [f"{index}.mar" for index in range(len(mars))]
         for mar, name in zip(mars, names, strict=True):
-            _link_or_copy(mar.path, folder / "store" / name)
+            _link_or_copy(mar.path, folder / "store" / name, link=self._verify_key is None)
+        if self._verify_key is not None:  # nobody else can change the copies
+            mars = _read_copies(mars, [folder / "store" / name for name in names], self._verify_key)
+        served = [_unpack(mar, folder / "bundles" / str(index)) for index, mar in enumerate(mars)]
         (folder / "log4j2.xml").write_text(LOG4J)
         request_bytes = max(entry.settings.max_request_bytes for entry in served)
         response_bytes = max(entry.settings.max_response_bytes for entry in served)
@@ -296,6 +305,9 @@ class Server:
             if not name.startswith("TS_") and name not in _OFF_ENVIRONMENT
         }
         environment |= {"TEMP": str(folder / "tmp"), "TMPDIR": str(folder / "tmp"), "JAVA_HOME": str(java)}
+        environment.pop(KEY_VARIABLE, None)
+        if self._verify_key is not None:
+            environment[KEY_VARIABLE] = str(self._verify_key)
         environment["TS_OPEN_INFERENCE_PROTOCOL"] = "oip"  # opens the routes /v2/…; the bodies are the handler's
         log.info("starting TorchServe")
         with (folder / "logs" / "console.log").open("wb") as console:
@@ -473,10 +485,12 @@ def _check_installed() -> None:
         raise MachineError("serving needs torchserve, which this machine lacks", install=INSTALL)
 
 
-def _read_archives(paths: Sequence[Path]) -> list[Mar]:
+def _read_archives(paths: Sequence[Path], verify_key: Path | None) -> list[Mar]:
     """Every archive, checked; none twice. Nothing is started or written before all of them are read."""
     mars: dict[tuple[str, str], Mar] = {}
     for path in paths:
+        if verify_key is not None and path.is_file():
+            verify_signature(path, verify_key)
         mar = read_mar(path)
         if f"{BUNDLE_FOLDER}/{MANIFEST}" not in mar.entries:
             raise BundleError(f"'{path}' holds no bundle, it was not made by deployer; `deployer package` makes one")
@@ -498,8 +512,17 @@ def _unpack(mar: Mar, folder: Path) -> Served:
     return Served(mar, read_settings(mar), bundle, tuple(make_probes(bundle)))
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _read_copies(mars: Sequence[Mar], copies: Sequence[Path], verify_key: Path) -> list[Mar]:
+    for mar, copy in zip(mars, copies, strict=True):
+        shutil.copyfile(signature_of(mar.path), signature_of(copy))
+        verify_signature(copy, verify_key)
+    return [read_mar(copy) for copy in copies]
+
+
+def _link_or_copy(source: Path, target: Path, *, link: bool) -> None:
     try:
+        if not link:
+            raise OSError
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
