@@ -77,6 +77,7 @@ def command(
     """
     from deployer.files import sha256_of
     from deployer.package import HookFiles, package
+    from deployer.package.sbom import sbom_of
     from deployer.package.torchserve import read_mar, read_settings
     from deployer.signature import signature_of
 
@@ -106,6 +107,7 @@ def command(
         "max_response_bytes": settings.max_response_bytes,
         "handler": str(handler) if handler is not None else None,
         "signature": str(signature_of(path)) if sign_key is not None else None,
+        "sbom": str(sbom_of(path)) if sbom_of(path).is_file() else None,
     }
     if as_json:
         emit_json({"schema_version": 1, **facts})

@@ -5,17 +5,20 @@ archive = deployer.package("build/digits-onnx-fp32", batch_size=16)
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from deployer.bundle import Bundle, read_bundle
-from deployer.errors import GateError, UsageError, first_line, nearest
+from deployer.errors import GateError, MachineError, UsageError, first_line, nearest
 from deployer.package import torchserve
 from deployer.package.mar import HOOKS_MAIN, HOOKS_REQUIREMENTS
 from deployer.package.record import Engine, HookFiles
 from deployer.package.settings import Settings, choose_settings
 from deployer.validate import check_proof
+
+log = logging.getLogger(__name__)
 
 __all__ = ["ENGINES", "Engine", "HookFiles", "Settings", "get_engine", "package"]
 
@@ -51,7 +54,8 @@ def package(
 
     `hooks` are the user's pre- and postprocessing, tried on their own samples before the package takes its name.
 
-    `sign_key` is a private key that the package is signed with (`deployer.signature`).
+    `sign_key` is a private key that the package is signed with (`deployer.signature`). Beside the package lies
+    its bill of materials (`deployer.package.sbom`), where the library for it is installed.
 
     A bundle whose artifact was built and never executed (`manifest.executed`) needs `allow_unexecuted`.
 
@@ -77,7 +81,20 @@ def package(
         workers=workers,
         intra_op_threads=intra_op_threads,
     )
-    return record.package(opened, settings, Path(output), hooks, Path(sign_key) if sign_key is not None else None)
+    made = record.package(opened, settings, Path(output), hooks, Path(sign_key) if sign_key is not None else None)
+    _write_sbom(made)
+    return made
+
+
+def _write_sbom(made: Path) -> None:
+    """The bill of materials beside a package; without the library for it, a word and no stale one."""
+    from deployer.package.sbom import sbom_of, write_sbom  # it imports this module
+
+    sbom_of(made).unlink(missing_ok=True)
+    try:
+        write_sbom(made)
+    except MachineError as error:
+        log.warning("no %s was written: %s", sbom_of(made).name, error)
 
 
 def _check_hooks(hooks: HookFiles) -> None:

@@ -68,7 +68,7 @@ exec python -m deployer serve --host 0.0.0.0 --token-file /state/token /models/*
 
 
 @dataclass(frozen=True)
-class _Served:
+class ServedMar:
     """One archive and what running its bundle needs."""
 
     mar: Mar
@@ -89,8 +89,7 @@ def build_context(
     final = Path(output)
     _check_replaceable(final)
     signed = [entry.mar.path for entry in served if signature_of(entry.mar.path).is_file()]
-    roots = [*_SERVING, *_runtime_distributions(served), *_hook_requirements(served), *(_SIGNATURES if signed else ())]
-    pins = locked_versions(roots)
+    pins = serving_versions(served)
     with staged_folder(final) as staging:
         (staging / "Dockerfile").write_text(_dockerfile(base_image or default_base_image()))
         (staging / "requirements.txt").write_text(_requirements(pins))
@@ -137,7 +136,7 @@ def check_tag(tag: str) -> None:
         )
 
 
-def _read_all(mars: Sequence[str | Path]) -> list[_Served]:
+def _read_all(mars: Sequence[str | Path]) -> list[ServedMar]:
     if not mars:
         raise UsageError("no .mar given; `deployer package` makes one")
     served = [_read(Path(path)) for path in mars]
@@ -154,7 +153,7 @@ def _refuse_twins(what: str, labelled: Iterable[tuple[str, Path]]) -> None:
         seen[label] = path
 
 
-def _read(path: Path) -> _Served:
+def _read(path: Path) -> ServedMar:
     mar = read_mar(path)
     try:
         manifest = msgspec.json.decode(mar.read(f"{BUNDLE_FOLDER}/manifest.json"), type=Manifest)
@@ -171,7 +170,7 @@ def _read(path: Path) -> _Served:
             f"'{path}' holds {manifest.target.slug}, which compiles C++ when it starts, and the image has no compiler; "
             "package an aoti or onnx bundle instead"
         )
-    return _Served(mar, manifest)
+    return ServedMar(mar, manifest)
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -182,7 +181,14 @@ def _check_replaceable(folder: Path) -> None:
         raise UsageError(f"'{folder}' is a file; give -o a folder")
 
 
-def _runtime_distributions(served: Iterable[_Served]) -> list[str]:
+def serving_versions(served: Sequence[ServedMar]) -> dict[str, str]:
+    """name → version, as installed here, of every package that serving these archives imports. Raises MachineError."""
+    signed = any(signature_of(entry.mar.path).is_file() for entry in served)
+    roots = [*_SERVING, *_runtime_distributions(served), *_hook_requirements(served), *(_SIGNATURES if signed else ())]
+    return locked_versions(roots)
+
+
+def _runtime_distributions(served: Iterable[ServedMar]) -> list[str]:
     """The distributions behind the imports that the bundles' formats need to run, e.g. onnxruntime."""
     owners = metadata.packages_distributions()
     found: set[str] = set()
@@ -195,7 +201,7 @@ def _runtime_distributions(served: Iterable[_Served]) -> list[str]:
     return sorted(found)
 
 
-def _hook_requirements(served: Iterable[_Served]) -> list[str]:
+def _hook_requirements(served: Iterable[ServedMar]) -> list[str]:
     """The names of what the user's hooks need; the versions of this environment, where they were tried, are pinned."""
     name = f"{HOOKS_FOLDER}/{HOOKS_REQUIREMENTS}"
     found: set[str] = set()
