@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
+import yaml
 
 from deployer.cli import VERBS, cli
 from deployer.formats import COMPILE_MODES, FORMATS, PRECISIONS
@@ -21,7 +22,13 @@ from deployer.package import ENGINES
 from deployer.validate import TOLERANCES
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/gate.md", ROOT / "docs/cli.md")
+FILES = (
+    ROOT / "README.md",
+    ROOT / "docs/formats.md",
+    ROOT / "docs/gate.md",
+    ROOT / "docs/cli.md",
+    ROOT / "docs/security.md",
+)
 
 
 def formats_table() -> str:
@@ -80,12 +87,26 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def advisories_table() -> str:
+    """Known advisories and their answers."""
+    entries = yaml.safe_load((ROOT / "advisories.yaml").read_text(encoding="utf-8"))
+    rows = [
+        [
+            ", ".join(entry["ids"]), f"{entry['package']}: {entry['what']}", str(entry["fixed"]), entry["answer"],
+            f"`{entry['held_by']}`",
+        ]
+        for entry in entries
+    ]  # fmt: skip
+    return markdown(["advisory", "what", "fixed in", "here", "held by"], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "formats": formats_table,
     "needs": needs_table,
     "verbs": verbs_table,
     "cli": cli_help,
     "tolerances": tolerances_table,
+    "advisories": advisories_table,
 }
 
 

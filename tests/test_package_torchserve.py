@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import shutil
 import stat
+import struct
 import tempfile
 import threading
 import zipfile
@@ -331,6 +333,49 @@ def test_links_are_refused_by_name(archive: Path, tmp_path: Path) -> None:
         target.writestr(info, "/etc/hostname")
     with pytest.raises(BundleError, match=r"link\.txt"):
         read_mar(bad)
+
+
+def hide_an_entry(data: bytes, place: str) -> bytes:
+    """An archive with an entry that Java's stream reads and that the directory does not list."""
+    hidden = io.BytesIO()
+    with zipfile.ZipFile(hidden, "w") as sink:
+        sink.writestr("deployer_handler.py", "raise SystemExit('it ran')\n")
+    entry = hidden.getvalue()[: hidden.getvalue().index(b"PK\x01\x02")]
+    directory = data.index(b"PK\x01\x02")
+    if place == "start":  # zipfile finds the directory by its end and takes the rest for a prefix
+        return entry + data
+    out = bytearray(data[:directory] + entry + data[directory:])
+    end = out.rindex(b"PK\x05\x06")
+    struct.pack_into("<I", out, end + 16, directory + len(entry))
+    return bytes(out)
+
+
+@pytest.mark.parametrize("place", ["start", "end"])
+def test_entries_that_the_directory_does_not_list_are_refused(archive: Path, tmp_path: Path, place: str) -> None:
+    bad = tmp_path / "bad.mar"
+    bad.write_bytes(hide_an_entry(archive.read_bytes(), place))
+    with zipfile.ZipFile(bad) as zipped:  # to Python it is the archive that it was
+        assert zipped.testzip() is None
+        assert zipped.namelist() == zipfile.ZipFile(archive).namelist()
+    with pytest.raises(BundleError, match=r"does not begin where|stand between its entries and its directory"):
+        read_mar(bad)
+
+
+def test_a_head_that_differs_from_the_directory_is_refused(archive: Path, tmp_path: Path) -> None:
+    data = archive.read_bytes()
+    bad = tmp_path / "bad.mar"
+    bad.write_bytes(data.replace(b"model-config.yaml", b"model-config.yamx", 1))  # the first is the head
+    with pytest.raises(BundleError, match=r"'model-config\.yaml' has another head \('model-config\.yamx'\)"):
+        read_mar(bad)
+
+
+def test_yaml_that_asks_for_objects_is_refused(archive: Path, tmp_path: Path) -> None:
+    """CVE-2022-1471: SnakeYAML made what a tag names."""
+    tag = b'!!javax.script.ScriptEngineManager [!!java.net.URLClassLoader [[!!java.net.URL ["http://127.0.0.1:1/"]]]]\n'
+    for text in (tag, b"batchSize: " + tag):
+        bad = rebuilt(archive, tmp_path / "bad.mar", lambda files, text=text: files.update({"model-config.yaml": text}))
+        with pytest.raises(BundleError, match=r"model-config\.yaml' cannot be read: could not determine a constructor"):
+            read_mar(bad)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")

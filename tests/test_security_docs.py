@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HEADS = ("| closed", "| trap", "| ---")
+HEADS = ("| closed", "| trap", "| ---", "| advisory")
 ROWS = [
     line
     for name in ("security.md", "torchserve.md")

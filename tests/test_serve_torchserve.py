@@ -319,7 +319,13 @@ def test_files_are_for_the_owner_alone(server: Server) -> None:
 def test_models_cannot_be_registered_or_removed_over_http(server: Server, archive: Path) -> None:
     keys = json.loads((server.folder / "key_file.json").read_text())
     owner = {"Authorization": f"Bearer {keys['management']['key']}"}
-    for url in ("http://example.com/x.mar", archive.as_uri(), "0.mar"):
+    for url in (
+        "http://example.com/x.mar",
+        archive.as_uri(),
+        f"file:///nonexistent/..{archive}",
+        "../store/0.mar",
+        "0.mar",
+    ):
         response = httpx.post(
             f"{server.management_url}/models", params={"url": url, "model_name": "new"}, headers=owner, trust_env=False
         )

@@ -460,6 +460,57 @@ def test_gzip_is_refused_by_name_not_decoded(server: Server) -> None:
     assert (response.status_code, "gzip" in response.json()["error"]["message"]) == (415, True)
 
 
+def test_a_form_of_many_fields_is_refused_and_costs_nothing(server: Server) -> None:
+    """CVE-2024-29025: netty keeps every field of a form in an object of its own."""
+    frontend = psutil.Process(server.pid)
+    fields = "&".join(f"f{number}=1" for number in range(200_000))
+    parts = "".join(f'--x\r\nContent-Disposition: form-data; name="f{n}"\r\n\r\n1\r\n' for n in range(20_000))
+    for kind, body in (
+        ("application/x-www-form-urlencoded", fields),
+        ("multipart/form-data; boundary=x", parts + "--x--"),
+    ):
+        headers = owner(server, **{"Content-Type": kind})
+        response = httpx.post(server.endpoints[0].url, content=body.encode(), headers=headers, timeout=60)
+        assert 400 <= response.status_code < 500, (kind, response.status_code, response.text[:200])
+    answer = predict(server.endpoints[0].url, {"ids": np.array([[0, 1, 2]])}, token=server.token)
+    assert [array.shape[0] for array in answer.outputs.values()] == [1]
+    assert frontend.is_running()
+
+
+def test_every_request_on_a_connection_is_asked_for_the_token(server: Server) -> None:
+    """One that was smuggled behind a right one is refused all the same."""
+    port = int(server.inference_url.rpartition(":")[2])
+    body = b'{"ids": [[0, 1, 2]]}'
+    head = f"POST /predictions/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+    right = f"{head}Authorization: Bearer {server.token}\r\n\r\n".encode() + body
+    smuggled = f"{head}\r\n".encode() + body
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        seen = b""
+        for sent, marks in ((right, 1), (smuggled, 2)):
+            connection.sendall(sent)
+            while seen.count(b"HTTP/1.1 ") < marks and (block := connection.recv(65536)):
+                seen += block
+    assert re.findall(rb"HTTP/1\.1 (\d+)", seen) == [b"200", b"400"]
+    assert b"Token" in seen
+
+
+def test_no_listener_speaks_tls(server: Server) -> None:
+    import ssl
+
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    ports = [
+        connection.laddr.port
+        for process in session_members(server.pid)
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(ports) == 5
+    for port in ports:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain, pytest.raises((ssl.SSLError, OSError)):
+            context.wrap_socket(plain)
+
+
 def test_malformed_requests_over_http_hurt_nobody(server: Server, lookup_bundle: Path) -> None:
     """Some of those of `tests/hostile.py`, through Java, all at once: no 5xx, and right ones answered as alone."""
     drawn: list[tuple[bool, Request]] = []

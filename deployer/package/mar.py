@@ -1,15 +1,17 @@
 """Reading a .mar (a zip archive) that somebody else may have made: every entry is checked before one is written.
 
-Refused, by name: entries that climb out of the folder, links, encrypted and doubled entries, and archives that expand
-beyond a limit. No code in the archive runs here.
+Refused, by name: entries that climb out of the folder, links, encrypted, doubled and unlisted entries, and archives
+that expand beyond a limit. No code in the archive runs here.
 """
 
 from __future__ import annotations
 
 import re
 import stat
+import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,6 +34,9 @@ _RATIO_LIMIT = 100
 _RATIO_FREE_BYTES = 16 * 2**20
 _TEXT_LIMIT_BYTES = 2**20
 _COPY_BYTES = 2**20
+#: a local file header (APPNOTE.TXT, 4.3.7), without name and extra field
+_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_ZIP64 = 0xFFFFFFFF
 _URL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)
 
@@ -120,7 +125,40 @@ def _checked_entries(archive: zipfile.ZipFile, path: Path, limit_bytes: int) -> 
             )
         if not info.is_dir():
             entries[info.filename] = info.file_size
+    _check_layout(archive, infos, path)
     return entries
+
+
+def _check_layout(archive: zipfile.ZipFile, infos: Sequence[zipfile.ZipInfo], path: Path) -> None:
+    """Entries lie one after the other, as the directory lists them, with nothing before, between and after.
+
+    Python reads a zip by the directory at its end, Java's stream (TorchServe's) from its start: what lies in between
+    unlisted would be unpacked unseen.
+    """
+    position = 0
+    with path.open("rb") as file:
+        for info in sorted(infos, key=lambda info: info.header_offset):
+            file.seek(position)
+            header = file.read(_HEADER.size)
+            if info.header_offset != position or len(header) < _HEADER.size or header[:4] != b"PK\3\4":
+                raise BundleError(
+                    f"'{path}': entry '{info.orig_filename}' does not begin where the one before it ends, at "
+                    f"{position}; the archive is refused"
+                )
+            _, _, flags, method, _, _, _, size, _, name_length, extra_length = _HEADER.unpack(header)
+            name = file.read(name_length).decode("utf-8" if flags & 0x800 else "cp437", "replace")
+            own = (name, flags, method, info.compress_size if size == _ZIP64 else size)
+            if own != (info.orig_filename, info.flag_bits, info.compress_type, info.compress_size) or flags & 0x8:
+                raise BundleError(
+                    f"'{path}': entry '{info.orig_filename}' has another head ('{name}') than the directory says; "
+                    "the archive is refused"
+                )
+            position += _HEADER.size + name_length + extra_length + info.compress_size
+    if position != archive.start_dir:
+        raise BundleError(
+            f"'{path}': {archive.start_dir - position} bytes stand between its entries and its directory, unlisted; "
+            "the archive is refused"
+        )
 
 
 def _fault(info: zipfile.ZipInfo, entries: dict[str, int]) -> str:
