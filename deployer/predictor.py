@@ -282,7 +282,9 @@ class Predictor:
     def _rows(self, outputs: Arrays, start: int, stop: int) -> dict[str, Array]:
         """Rows start..stop of every output, along that output's own batch axis."""
         return {
-            tensor.name: outputs[tensor.name].take(range(start, stop), axis=tensor.shape.index(self.spec.batch or ""))
+            tensor.name: outputs[tensor.name][
+                (slice(None),) * tensor.shape.index(self.spec.batch or "") + (slice(start, stop),)
+            ]
             for tensor in self.spec.outputs
         }
 

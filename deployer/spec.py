@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -191,15 +192,14 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sizes
 
     def _check_input(self, tensor: TensorSpec, array: Array, sizes: dict[str, int]) -> None:
-        got = f"{array.dtype.name}{list(array.shape)}"
-
         def refuse(reason: str) -> RequestError:
+            got = f"{array.dtype.name}{list(array.shape)}"
             return RequestError(
                 f"input '{tensor.name}' {reason}: expected {tensor}, got {got}",
                 field=tensor.name, expected=str(tensor), got=got,
             )  # fmt: skip
 
-        if array.dtype.name != tensor.dtype:
+        if array.dtype != numpy_dtype(tensor.dtype) and array.dtype.name != tensor.dtype:  # names take long to make
             raise refuse("has the wrong dtype")
         if array.ndim != len(tensor.shape):
             raise refuse("has the wrong number of axes")
@@ -237,7 +237,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             fits = array.ndim == len(expected) and all(
                 want in (ANY, size) for want, size in zip(expected, array.shape, strict=True)
             )
-            if not fits or array.dtype.name != tensor.dtype:
+            if not fits or (array.dtype != numpy_dtype(tensor.dtype) and array.dtype.name != tensor.dtype):
                 raise SpecError(f"output {tensor} came as {array.dtype.name}{list(array.shape)} at {dict(sizes)}")
 
 
@@ -254,5 +254,6 @@ def in_c_order(array: Array) -> Array:
     return np.asarray(array, order="C")
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)

@@ -9,11 +9,14 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from deployer.predictor import SERIES, Predictor, Request, growth
+from deployer.package import torchserve_codec
+from deployer.package.torchserve_codec import WireAnswer, WireBatch
+from deployer.predictor import SERIES, Predictor, Request, Response, growth
 
 METRICS_PERIOD_S = 2.0
 
@@ -34,39 +37,57 @@ class DeployerHandler:
             hooks_file=hooks if hooks.is_file() else None,
             max_request_bytes=settings.get("max_request_bytes"),
         )
+        torchserve_codec.install(self.answer)
         threading.Thread(target=report, args=(self.predictor,), name="metrics", daemon=True).start()
 
+    def answer(self, batch: WireBatch) -> list[WireAnswer]:
+        """The requests of one message, answered in order."""
+        requests = [_request(request.headers, request.parameters) for request in batch]
+        return [
+            WireAnswer(response.status, response.content_type, _headers(response), response.body)
+            for response in self.predictor.answer(requests)
+        ]
+
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:
-        """One body per request, in order; status and content type are set per request."""
-        responses = self.predictor.answer([self._request(item, index, context) for index, item in enumerate(data)])
+        """The same where TorchServe's own reader and writer are in use: one body per request, in order; status and
+        headers are set per request."""
+        requests = []
+        for index, item in enumerate(data):
+            headers = {name.lower(): str(value) for name, value in context.get_all_request_header(index).items()}
+            requests.append(_request(headers, item))
+        responses = self.predictor.answer(requests)
         for index, response in enumerate(responses):
             context.set_response_status(response.status, HTTPStatus(response.status).phrase, idx=index)
             context.set_response_content_type(index, response.content_type)
-            context.set_response_header(index, "x-deployer-run-requests", str(response.run_requests))
-            for name, value in response.headers.items():
+            for name, value in _headers(response).items():
                 context.set_response_header(index, name, value)
         return [response.body for response in responses]
 
-    def _request(self, item: dict[str, Any], index: int, context: Any) -> Request:
-        """What TorchServe delivers as a Request.
 
-        HTTP: the body is in `body`, as a bytearray. gRPC: in `data`, without headers. A form leaves its fields and no
-        `body`; its content type is refused by name. Header names have the case that the client gave them; the key
-        `body` among them is TorchServe's own.
-        """
-        headers = {name.lower(): str(value) for name, value in context.get_all_request_header(index).items()}
-        body = item.get("body", item.get("data", b""))
-        if isinstance(body, str):  # a server that was told to decode requests itself
-            body = body.encode()
-        elif not isinstance(body, bytes | bytearray):
-            body = json.dumps(body).encode()
-        return Request(
-            body,
-            headers.get("content-type", ""),
-            headers.get("accept", ""),
-            headers.get("inference-header-content-length", ""),
-            hooks=headers.get("x-deployer-hooks", "").lower() != "off",
-        )
+def _headers(response: Response) -> dict[str, str]:
+    return {"x-deployer-run-requests": str(response.run_requests), **response.headers}
+
+
+def _request(headers: Mapping[str, str], item: Mapping[str, Any]) -> Request:
+    """What TorchServe delivers as a Request.
+
+    HTTP: the body is in `body`. gRPC: in `data`, without headers. A form leaves its fields and no `body`; its content
+    type is refused by name. `headers` have names in small letters.
+    """
+    body = item.get("body")
+    if body is None:
+        body = item.get("data", b"")
+    if isinstance(body, str):  # a server that was told to decode requests itself
+        body = body.encode()
+    elif not isinstance(body, bytes | bytearray):
+        body = json.dumps(body).encode()
+    return Request(
+        body,
+        headers.get("content-type", ""),
+        headers.get("accept", ""),
+        headers.get("inference-header-content-length", ""),
+        hooks=headers.get("x-deployer-hooks", "").lower() != "off",
+    )
 
 
 def report(predictor: Predictor) -> None:

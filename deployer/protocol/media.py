@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from deployer.errors import RequestError
 from deployer.protocol import npy
@@ -86,7 +87,7 @@ def choose_answer(accept: str, spec: ModelSpec) -> str:
 
     Raises RequestError (406) when it allows none, or .npy alone for a model of several outputs.
     """
-    wanted = {kind: _quality(accept, kind) for kind in KINDS}
+    wanted = dict(zip(KINDS, _qualities(accept), strict=True))
     if wanted[NPY] > 0 and len(spec.outputs) != 1:
         wanted[NPY] = 0.0
         if max(wanted.values()) <= 0:
@@ -108,6 +109,12 @@ def choose_answer(accept: str, spec: ModelSpec) -> str:
             http_status=406,
         )
     return best
+
+
+@lru_cache(maxsize=256)
+def _qualities(accept: str) -> tuple[float, ...]:
+    """What an Accept header gives each of KINDS. Clients send the same few; a server's limit on headers bounds them."""
+    return tuple(_quality(accept, kind) for kind in KINDS)
 
 
 def _quality(accept: str, kind: str) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ def parse_npy(body: bytes | bytearray | memoryview) -> Array:
     if dtype.kind == "b" and (flat.view(np.uint8) > 1).any():
         raise _bad_npy("its bools hold bytes other than 0 and 1", "bytes other than 0 and 1")
     array = flat.reshape(shape, order="F" if fortran_order else "C")
+    if dtype.isnative and not fortran_order:
+        return array
     return np.ascontiguousarray(array, dtype=dtype.newbyteorder("=")).reshape(shape)
 
 
@@ -59,6 +62,7 @@ def _npy_header(body: bytes | bytearray | memoryview) -> tuple[str, int]:
     return bytes(body[8 + width : start]).decode("latin-1"), start
 
 
+@lru_cache(maxsize=256)
 def _npy_fields(header: str) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     text = header.strip()
     fields: dict[str, str] = {}
@@ -91,6 +95,12 @@ def _bad_npy(reason: str, got: str) -> RequestError:
 
 def npy_bytes(array: Array) -> bytes:
     """`array` as the bytes of a .npy file."""
+    return _file_header(array.dtype, array.shape) + array.tobytes()
+
+
+@lru_cache(maxsize=256)
+def _file_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, np.asarray(array, order="C"), version=(1, 0), allow_pickle=False)
+    entries = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, entries)
     return buffer.getvalue()

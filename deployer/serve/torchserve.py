@@ -295,6 +295,7 @@ class Server:
             f"-Dmodel_server_home={home}",
             f"-Dlog4j.configurationFile={(folder / 'log4j2.xml').as_uri()}",
             f"-Djava.io.tmpdir={folder / 'tmp'}",
+            "-XX:+UseSerialGC",  # what it keeps is small; other collectors spend threads that the workers need
             "-XX:-UsePerfData",  # its file lies in /tmp whatever the temporary folder is, and outlives a kill
             *("-cp", str(home / "ts" / "frontend" / "*"), "org.pytorch.serve.ModelServer"),
             *("--python", sys.executable, "-f", "config.properties", "-s", str(folder / "store"), "-ncs"),

@@ -1,0 +1,183 @@
+"""TorchServe's worker protocol read and written in few steps, in the place of TorchServe's own.
+
+    message     b"I", requests, int32 -1
+    request     id, headers, int32 -1, parameters, int32 -1
+    header      name, value
+    parameter   name, content type, value
+    answer      int32 200, text, then for each request: id, content type, int32 status, phrase, int32 number of headers,
+                their names and values, body; int32 -1
+
+Every id, name, value and text is an int32 of its length, big-endian, and that many bytes. TorchServe 0.12 reads each of
+them by two calls of the kernel, some 50 for a request, and makes three dictionaries of them, which takes longer than a
+small model does. Here a message is read as it lies in the socket. The frontend sends a message when the one before is
+answered, so reading ahead reads nothing of another.
+
+The protocol was read off `ts/protocol/otf_message_handler.py` and `ts/service.py` of that version, which is the last:
+the project is archived. Under any other version nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+VERSION = "0.12.0"
+
+_BUFFER_BYTES = 1 << 20
+_KEPT_BYTES = 1 << 24  # a buffer that one huge message made larger is given back
+_INT = struct.Struct("!i")
+_END = _INT.pack(-1)
+_HEAD = _INT.pack(200) + _INT.pack(18) + b"Prediction success"
+
+
+@dataclass(frozen=True, slots=True)
+class WireRequest:
+    """A request as the frontend sends it: header names in small letters; a body, from HTTP or gRPC, is one parameter,
+    a form's fields are one each."""
+
+    id: bytes
+    headers: Mapping[str, str]
+    parameters: Mapping[str, bytearray]
+
+
+@dataclass(frozen=True, slots=True)
+class WireAnswer:
+    status: int
+    content_type: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class WireBatch(list[WireRequest]):
+    """The requests of one message; its type tells it from what TorchServe's own reader makes."""
+
+
+class Reader:
+    """Reads whole messages from a stream socket. `recv_into` is the socket's."""
+
+    def __init__(self, recv_into: Callable[[memoryview], int]) -> None:
+        self._recv_into = recv_into
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+
+    def command(self) -> bytes:
+        """The byte that a message begins with. Ends the worker when the frontend has hung up, as TorchServe does."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) > _KEPT_BYTES:
+                self._buffer = bytearray(_BUFFER_BYTES)
+                self._view = memoryview(self._buffer)
+        self._need(1)
+        self._start += 1
+        return bytes(self._view[self._start - 1 : self._start])
+
+    def batch(self) -> WireBatch:
+        """The requests that follow the command."""
+        requests = WireBatch()
+        while (id_bytes := self._number()) != -1:
+            request_id = self._take(id_bytes)
+            headers, parameters = {}, {}
+            while (length := self._number()) != -1:
+                name = self._take(length).decode().lower()
+                headers[name] = self._take(self._number()).decode()
+            while (length := self._number()) != -1:
+                key = self._take(length).decode()
+                self._take(self._number())  # its content type, which stands among the headers as well
+                parameters[key] = bytearray(self._take(self._number()))  # torch wants arrays that it may write to
+            requests.append(WireRequest(request_id, headers, parameters))
+        return requests
+
+    def _number(self) -> int:
+        start = self._start
+        if self._end - start < 4:
+            self._need(4)
+            start = self._start
+        self._start = start + 4
+        number: int = _INT.unpack_from(self._buffer, start)[0]
+        return number
+
+    def _take(self, length: int) -> bytes:
+        if self._end - self._start < length:
+            self._need(length)
+        start = self._start
+        self._start = stop = start + length
+        return bytes(self._view[start:stop])
+
+    def _need(self, count: int) -> None:
+        """Have `count` unread bytes in the buffer."""
+        if self._start + count > len(self._buffer):
+            unread = bytes(self._view[self._start : self._end])
+            if count > len(self._buffer):
+                self._view.release()
+                self._buffer = bytearray(count + _BUFFER_BYTES)
+                self._view = memoryview(self._buffer)
+            self._view[: len(unread)] = unread
+            self._start, self._end = 0, len(unread)
+        while self._end - self._start < count:
+            received = self._recv_into(self._view[self._end :])
+            if received == 0:
+                sys.exit(0)
+            self._end += received
+
+
+def encode_answers(requests: Sequence[WireRequest], answers: Sequence[WireAnswer]) -> bytes:
+    """The message that answers a batch: one answer a request, in order."""
+    parts = [_HEAD]
+    for request, answer in zip(requests, answers, strict=True):
+        head = _answer_head(answer.content_type, answer.status, tuple(answer.headers.items()))
+        parts += (_INT.pack(len(request.id)), request.id, head, _INT.pack(len(answer.body)), answer.body)
+    parts.append(_END)
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _answer_head(content_type: str, status: int, headers: tuple[tuple[str, str], ...]) -> bytes:
+    text = _text(content_type) + _INT.pack(status) + _text(HTTPStatus(status).phrase) + _INT.pack(len(headers))
+    return text + b"".join(_text(name) + _text(value) for name, value in headers)
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return _INT.pack(len(data)) + data
+
+
+def install(answer: Callable[[WireBatch], Sequence[WireAnswer]]) -> bool:
+    """Answer the messages of this worker by `answer`; False, and nothing is replaced, where this process is none of
+    TorchServe's workers or of another version."""
+    import ts
+    from ts.protocol import otf_message_handler
+    from ts.service import Service
+
+    worker = sys.modules["__main__"]
+    if getattr(worker, "retrieve_msg", None) is not otf_message_handler.retrieve_msg:
+        return False
+    if ts.__version__ != VERSION:
+        log.warning("TorchServe %s is not %s, whose protocol is known: it is served slower", ts.__version__, VERSION)
+        return False
+    readers: dict[int, Reader] = {}
+
+    def retrieve_msg(connection: Any) -> tuple[bytes, Any]:
+        reader = readers.get(id(connection))
+        if reader is None:
+            readers.clear()
+            reader = readers[id(connection)] = Reader(connection.recv_into)
+        command = reader.command()
+        if command != otf_message_handler.PREDICT_MSG:
+            raise ValueError(f"the frontend sent the command {command!r} to a worker that has its model")
+        return command, reader.batch()
+
+    def predict(_service: Any, batch: WireBatch) -> bytes:
+        return encode_answers(batch, answer(batch))
+
+    worker.retrieve_msg = retrieve_msg  # type: ignore[attr-defined]
+    Service.predict = predict
+    return True
