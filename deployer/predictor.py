@@ -22,6 +22,7 @@ from types import TracebackType
 import numpy as np
 
 from deployer.bundle import read_bundle
+from deployer.description import DESCRIPTIONS, METADATA, OPENAPI, OPENAPI_TYPE, encode, model_metadata
 from deployer.errors import RequestError, first_line
 from deployer.hooks import HookRequest, Hooks
 from deployer.meters import SERIES, Meters, growth
@@ -47,6 +48,8 @@ class Request:
     header_length: str = ""
     #: False: read and answered as usual, whatever hooks there are
     hooks: bool = True
+    #: what stands in its path behind the model's: one of `description.DESCRIPTIONS`, or nothing
+    describe: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,13 @@ class Predictor:
         hooks: Hooks | None = None,
         padded: Collection[str] = (),
         max_request_bytes: int | None = None,
+        openapi: bytes | None = None,
     ) -> None:
         self._runner = runner
         self._hooks = hooks
         self._max_request_bytes = max_request_bytes
+        self._openapi = openapi
+        self._platform = "deployer"
         self.spec = runner.spec
         #: what was counted since the start
         self.meters = Meters()
@@ -104,10 +110,12 @@ class Predictor:
         threads: int | None = None,
         hooks_file: str | Path | None = None,
         max_request_bytes: int | None = None,
+        openapi: bytes | None = None,
     ) -> Predictor:
         """Verify and open a bundle with `threads` compute threads, and run its samples once: what compiles or allocates
         on first use has done so when this returns. `hooks_file` is the user's (`deployer.hooks`); a body of more than
-        `max_request_bytes` is refused with 413.
+        `max_request_bytes` is refused with 413. `openapi` is the document that describes the engine's routes, which a
+        request may ask for (`deployer.description`).
 
         Where the environment names a public key (`deployer.signature`), the bundle's folder and that of the hooks must
         each be signed with it.
@@ -128,7 +136,9 @@ class Predictor:
             hooks=hooks,
             padded=padded,
             max_request_bytes=max_request_bytes,
+            openapi=openapi,
         )
+        predictor._platform = f"deployer_{bundle.manifest.target.format}"
         predictor._warm_up(bundle.samples()[0])
         return predictor
 
@@ -174,6 +184,8 @@ class Predictor:
     def _check(self, index: int, request: Request) -> _Work | Response:
         started_s = time.perf_counter()
         try:
+            if request.describe:
+                return self._describe(request.describe)
             decoded, hooked = self._decode(request)
             kind = JSON if hooked else choose_answer(request.accept, self.spec)
         except RequestError as error:
@@ -182,6 +194,17 @@ class Predictor:
             return _server_fault(error)
         self.meters.stages["decode"].observe(time.perf_counter() - started_s)
         return _Work(index, decoded, kind, decoded.sizes.get(self.spec.batch or "", 1), hooked)
+
+    def _describe(self, what: str) -> Response:
+        if what == METADATA:
+            return Response(200, encode(model_metadata(self.spec, self._platform)))
+        if what == OPENAPI and self._openapi is not None:
+            return Response(200, self._openapi, OPENAPI_TYPE)
+        known = ", ".join(DESCRIPTIONS if self._openapi is not None else (METADATA,))
+        raise RequestError(
+            f"the model has nothing at '{what[:40]}'; it has {known}",
+            field="path", expected=known, got=what[:40], http_status=404,
+        )  # fmt: skip
 
     def _decode(self, request: Request) -> tuple[Decoded, bool]:
         """A request's arrays, and whether the user's postprocess answers it."""

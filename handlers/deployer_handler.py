@@ -31,11 +31,13 @@ class DeployerHandler:
         settings = (context.model_yaml_config or {}).get("deployer", {})
         bundle = Path(context.system_properties["model_dir"]) / "bundle"
         hooks = bundle.with_name("hooks") / "main.py"
+        openapi = bundle.with_name("openapi.json")
         self.predictor = Predictor.open(
             bundle,
             settings.get("intra_op_threads"),
             hooks_file=hooks if hooks.is_file() else None,
             max_request_bytes=settings.get("max_request_bytes"),
+            openapi=openapi.read_bytes() if openapi.is_file() else None,
         )
         torchserve_codec.install(self.answer)
         threading.Thread(target=report, args=(self.predictor,), name="metrics", daemon=True).start()
@@ -87,6 +89,7 @@ def _request(headers: Mapping[str, str], item: Mapping[str, Any]) -> Request:
         headers.get("accept", ""),
         headers.get("inference-header-content-length", ""),
         hooks=headers.get("x-deployer-hooks", "").lower() != "off",
+        describe=headers.get("url_path", ""),  # what follows /predictions/NAME/VERSION/
     )
 
 

@@ -29,6 +29,7 @@ ORDER = [
     "int8",
     "export",
     "protocol",
+    "description",
     "hooks",
     "meters",
     "predictor",

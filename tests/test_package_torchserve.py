@@ -77,7 +77,7 @@ def test_the_archive_holds_bundle_handler_config_and_manifest(archive: Path, onn
     assert archive.name == "digits.mar"
     assert (mar.name, mar.version, mar.handler) == ("digits", onnx.spec.version, "deployer_handler.py")
     assert set(mar.entries) == {
-        "MAR-INF/MANIFEST.json", "model-config.yaml", "deployer_handler.py", "bundle/manifest.json",
+        "MAR-INF/MANIFEST.json", "model-config.yaml", "openapi.json", "deployer_handler.py", "bundle/manifest.json",
         "bundle/manifest.json.sha256", *(f"bundle/{name}" for name in onnx.manifest.sha256),
     }  # fmt: skip
     assert mar.read("bundle/manifest.json") == (onnx.path / "manifest.json").read_bytes()

@@ -10,6 +10,7 @@ import msgspec
 
 from deployer.cli.console import emit_json, make_table, out, parse_json_object
 from deployer.cli.intake import intake_options
+from deployer.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
     from deployer.checkpoint.coverage import Coverage
@@ -23,6 +24,7 @@ _SHOWN_TENSORS = 40
 @click.option("--all", "show_all", is_flag=True, help=f"List every tensor, not the first {_SHOWN_TENSORS}.")
 @click.option("--model", help="path.py:factory: build it and see how the keys of the weights meet its own.")
 @click.option("--args", "args_json", metavar="JSON", help="Arguments of the factory, as a JSON object.")
+@click.option("--openapi", is_flag=True, help="Print the OpenAPI document of a .mar, as its server publishes it.")
 @intake_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -30,6 +32,7 @@ def command(
     show_all: bool,
     model: str | None,
     args_json: str | None,
+    openapi: bool,
     weights: str | None,
     allow_globals: tuple[str, ...],
     trust_pickle: bool,
@@ -39,6 +42,9 @@ def command(
 
     No code in it is executed. With --model, ends with exit code 2 when keys are missing or too many.
     """
+    if openapi:
+        out.print(_openapi(path), end="", markup=False, soft_wrap=True)
+        return
     from deployer.checkpoint.weights import require_fit
     from deployer.inspection import inspect
 
@@ -57,6 +63,17 @@ def command(
             _print_coverage(found.coverage, None if show_all else _SHOWN_TENSORS)
     if found.coverage is not None:
         require_fit(found.coverage, found.model, f"'{path}'")
+
+
+def _openapi(path: Path) -> str:
+    from deployer.package.torchserve import OPENAPI_FILE, read_mar
+
+    if path.suffix != ".mar":
+        raise UsageError(f"--openapi is for a .mar, which knows its routes, not for '{path}'")
+    mar = read_mar(path)
+    if OPENAPI_FILE not in mar.entries:
+        raise BundleError(f"'{path}' holds no {OPENAPI_FILE}; package the bundle again")
+    return mar.read(OPENAPI_FILE).decode()
 
 
 def _print_facts(found: Inspection) -> None:

@@ -3,6 +3,7 @@
     NAME.mar/MAR-INF/MANIFEST.json    written by torch-model-archiver
              deployer_handler.py      one class; opens the bundle through deployer.predictor
              model-config.yaml        batching, workers, timeouts; our own keys under `deployer`
+             openapi.json             what the server says of the model (`deployer.description`)
              bundle/                  the gated bundle as it is, hashes and all
              hooks/                   the user's hooks, where there are any: main.py, its files, requirements.txt
              bundle.sig, hooks.sig    with --sign-key: signatures of these folders, which the worker holds them to
@@ -29,6 +30,7 @@ import msgspec
 import yaml
 
 from deployer.bundle import Bundle
+from deployer.description import METADATA, OPENAPI, Routes, encode, openapi
 from deployer.errors import BundleError, GateError, UsageError, first_line, nearest
 from deployer.files import atomic_file
 from deployer.package.mar import (
@@ -43,6 +45,7 @@ from deployer.package.record import Engine, HookFiles
 from deployer.package.settings import Settings
 from deployer.runtime import device_fault
 from deployer.signature import KEY_VARIABLE, sign, signature_of
+from deployer.spec import ModelSpec
 
 __all__ = ["ENGINE", "Mar", "make_mar", "read_mar", "read_settings"]
 
@@ -50,6 +53,7 @@ log = logging.getLogger(__name__)
 
 HANDLER = "deployer_handler.py"
 CONFIG = "model-config.yaml"
+OPENAPI_FILE = "openapi.json"
 OWN_KEY = "deployer"
 
 _RESPONSE_TIMEOUT_S = 120
@@ -110,6 +114,7 @@ def _archive(bundle: Bundle, settings: Settings, work: Path, hooks: HookFiles | 
     folder.mkdir()
     shutil.copyfile(handler_file(), folder / HANDLER)
     (folder / CONFIG).write_text(model_config(settings))
+    (folder / OPENAPI_FILE).write_bytes(encode(describe(bundle.spec, settings, hooks=hooks is not None)))
     shutil.copytree(bundle.path, folder / BUNDLE_FOLDER)
     if hooks is not None:
         _copy_hooks(hooks, folder / HOOKS_FOLDER)
@@ -133,6 +138,16 @@ def _archive(bundle: Bundle, settings: Settings, work: Path, hooks: HookFiles | 
     except ModelArchiverError as error:
         raise UsageError(f"torch-model-archiver refuses '{bundle.spec.name}': {first_line(error)}") from error
     return work / "archive.mar"
+
+
+def describe(spec: ModelSpec, settings: Settings, *, hooks: bool) -> dict[str, Any]:
+    """The OpenAPI document of a model on TorchServe's routes."""
+    model, version = f"/predictions/{spec.name}", f"/predictions/{spec.name}/{spec.version}"
+    routes = Routes(
+        predict=(model, version), infer=(f"/v2/models/{spec.name}/infer",), openapi=(f"{version}/{OPENAPI}",),
+        metadata=(f"{version}/{METADATA}",),
+    )  # fmt: skip
+    return openapi(spec, routes, max_request_bytes=settings.max_request_bytes, hooks=hooks)
 
 
 def _copy_hooks(hooks: HookFiles, folder: Path) -> None:
