@@ -31,6 +31,7 @@ from deployer.protocol import JSON, Decoded, check_arrays, choose_answer, decode
 from deployer.runtime import Runner, open_bundle
 from deployer.signature import configured_key, verify
 from deployer.spec import Array, Arrays
+from deployer.tracing import Served, Stage, Tracing, open_tracing
 
 __all__ = ["SERIES", "Meters", "Predictor", "Request", "Response", "growth"]
 
@@ -50,6 +51,8 @@ class Request:
     hooks: bool = True
     #: what stands in its path behind the model's: one of `description.DESCRIPTIONS`, or nothing
     describe: str = ""
+    #: the headers that it came with, names in small letters; a caller's span is among them (`deployer.tracing`)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,14 @@ class Predictor:
         padded: Collection[str] = (),
         max_request_bytes: int | None = None,
         openapi: bytes | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._runner = runner
         self._hooks = hooks
         self._max_request_bytes = max_request_bytes
         self._openapi = openapi
+        self._tracing = tracing
+        self._stages: list[Stage] = []
         self._platform = "deployer"
         self.spec = runner.spec
         #: what was counted since the start
@@ -137,6 +143,7 @@ class Predictor:
             padded=padded,
             max_request_bytes=max_request_bytes,
             openapi=openapi,
+            tracing=open_tracing(bundle.spec),
         )
         predictor._platform = f"deployer_{bundle.manifest.target.format}"
         predictor._warm_up(bundle.samples()[0])
@@ -179,7 +186,20 @@ class Predictor:
         for response in responses:
             if response.status >= 400:
                 self.meters.error(response.status)
+        if self._tracing is not None:
+            self._trace(self._tracing, requests, responses)
         return responses
+
+    def _trace(self, tracing: Tracing, requests: Sequence[Request], responses: Sequence[Response]) -> None:
+        served = [
+            Served(request.headers, len(request.body), response.status, len(response.body), response.run_requests)
+            for request, response in zip(requests, responses, strict=True)
+        ]
+        stages, self._stages = self._stages, []
+        try:
+            tracing.record(served, stages, self._arrived_s, time.perf_counter())
+        except Exception as error:  # noqa: BLE001 - whatever becomes of its spans, a request is answered
+            log.warning("spans were lost: %s: %s", type(error).__name__, first_line(error))
 
     def _check(self, index: int, request: Request) -> _Work | Response:
         started_s = time.perf_counter()
@@ -192,7 +212,10 @@ class Predictor:
             return _refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever a body does to a parser, its neighbours are answered
             return _server_fault(error)
-        self.meters.stages["decode"].observe(time.perf_counter() - started_s)
+        done_s = time.perf_counter()
+        self.meters.stages["decode"].observe(done_s - started_s)
+        if self._tracing is not None:
+            self._stages.append(Stage(index, "decode", started_s, done_s))
         return _Work(index, decoded, kind, decoded.sizes.get(self.spec.batch or "", 1), hooked)
 
     def _describe(self, what: str) -> Response:
@@ -266,6 +289,10 @@ class Predictor:
         stages["wait"].observe(started_s - self._arrived_s, len(run))
         stages["infer"].observe(ran_s - started_s, len(run))
         self.meters.runs.observe(len(run))
+        if self._tracing is not None:
+            for work in run:
+                self._stages.append(Stage(work.index, "wait", self._arrived_s, started_s))
+                self._stages.append(Stage(work.index, "infer", started_s, ran_s))
         responses = {}
         start = 0
         for work in run:
@@ -277,6 +304,8 @@ class Predictor:
             responses[work.index] = self._respond(work, own, len(run))
             done_s = time.perf_counter()
             stages["encode"].observe(done_s - ran_s)
+            if self._tracing is not None:
+                self._stages.append(Stage(work.index, "encode", ran_s, done_s))
             ran_s = done_s
         return responses
 

@@ -89,6 +89,7 @@ def _request(headers: Mapping[str, str], item: Mapping[str, Any]) -> Request:
         headers.get("accept", ""),
         headers.get("inference-header-content-length", ""),
         hooks=headers.get("x-deployer-hooks", "").lower() != "off",
+        headers=headers,
         describe=headers.get("url_path", ""),  # what follows /predictions/NAME/VERSION/
     )
 

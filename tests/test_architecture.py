@@ -32,6 +32,7 @@ ORDER = [
     "description",
     "hooks",
     "meters",
+    "tracing",
     "predictor",
     "package",
     "client",
