@@ -166,6 +166,22 @@ def test_no_index_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("offline")
+def test_an_environment_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
+    with pytest.raises(MachineError, match=r"asked of pip, which this environment lacks.*python -m ensurepip"):
+        find_wheels(PINS)
+
+
+@pytest.mark.usefixtures("offline")
+def test_asking_pip_leaves_this_process_its_distutils() -> None:
+    """torch's compiler imports setuptools, which refuses to work once the module pip has been looked for."""
+    script = f"from deployer.package.pins import find_wheels; find_wheels({PINS!r}); import setuptools"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_hashes_it_says_so_at_its_head() -> None:
     text = requirements_text(PINS, None)
     assert "WITHOUT HASHES, as --no-hashes asked" in text.splitlines()[1]

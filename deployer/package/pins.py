@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -109,12 +109,6 @@ def _complete(pins: Mapping[str, str], wheels: dict[str, Wheel]) -> dict[str, Wh
 
 
 def _pip(*words: str, pins: Mapping[str, str]) -> None:
-    if util.find_spec("pip") is None:
-        raise MachineError(
-            "the hashes of the image's packages are asked of pip, which this environment lacks; --no-hashes does "
-            "without them",
-            install="python -m ensurepip",
-        )
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "requirements.txt"
         listed.write_text("\n".join(_sources(pins) + _lines(pins)) + "\n")
@@ -124,6 +118,13 @@ def _pip(*words: str, pins: Mapping[str, str]) -> None:
         )  # fmt: skip
     if done.returncode == 0:
         return
+    # Not asked beforehand: looking for the module pip makes setuptools withdraw its distutils from this very process.
+    if "No module named pip" in done.stderr:
+        raise MachineError(
+            "the hashes of the image's packages are asked of pip, which this environment lacks; --no-hashes does "
+            "without them",
+            install="python -m ensurepip",
+        )
     errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     said = errors[-1] if errors else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     cause = " (an index could not be reached)" if any(words in done.stderr for words in _UNREACHABLE) else ""
