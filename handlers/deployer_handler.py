@@ -3,13 +3,15 @@
 TorchServe's loader imports this file by its base name and wants exactly one class defined in it.
 """
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -39,15 +41,20 @@ class DeployerHandler:
             max_request_bytes=settings.get("max_request_bytes"),
             openapi=openapi.read_bytes() if openapi.is_file() else None,
         )
+        folder = os.environ.get("DEPLOYER_BUSY_FOLDER")
+        name = f"{self.predictor.spec.name}-{self.predictor.spec.version}"
+        self.lock = os.open(Path(folder) / name, os.O_RDWR | os.O_CREAT, 0o600) if folder else None
         torchserve_codec.install(self.answer)
         threading.Thread(target=report, args=(self.predictor,), name="metrics", daemon=True).start()
 
     def answer(self, batch: WireBatch) -> list[WireAnswer]:
         """The requests of one message, answered in order."""
         requests = [_request(request.headers, request.parameters) for request in batch]
+        with busy(self.lock):
+            responses = self.predictor.answer(requests)
         return [
             WireAnswer(response.status, response.content_type, _headers(response), response.body)
-            for response in self.predictor.answer(requests)
+            for response in responses
         ]
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:
@@ -57,7 +64,8 @@ class DeployerHandler:
         for index, item in enumerate(data):
             headers = {name.lower(): str(value) for name, value in context.get_all_request_header(index).items()}
             requests.append(_request(headers, item))
-        responses = self.predictor.answer(requests)
+        with busy(self.lock):
+            responses = self.predictor.answer(requests)
         for index, response in enumerate(responses):
             context.set_response_status(response.status, HTTPStatus(response.status).phrase, idx=index)
             context.set_response_content_type(index, response.content_type)
@@ -92,6 +100,21 @@ def _request(headers: Mapping[str, str], item: Mapping[str, Any]) -> Request:
         headers=headers,
         describe=headers.get("url_path", ""),  # what follows /predictions/NAME/VERSION/
     )
+
+
+@contextlib.contextmanager
+def busy(descriptor: int | None) -> Iterator[None]:
+    """A file whose lock workers hold while they answer, and whose time is that of the last batch: who stops the server
+    waits for both. The kernel frees the lock if a worker dies."""
+    if descriptor is None:
+        yield
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    os.utime(descriptor)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def report(predictor: Predictor) -> None:

@@ -25,6 +25,7 @@ VERBS = {
     "validate": "Run the numeric gate again on this machine.",
     "package": "Make a .mar of a bundle that has passed the gate.",
     "serve": "Serve .mar files on loopback until Ctrl-C.",
+    "versions": "Show, add, make default or remove versions of a running server.",
     "verify": "Hold a server to the bundle that it serves.",
     "predict": "Send one request to a served model.",
     "bench": "Measure latency and throughput of a bundle or a URL.",

@@ -99,6 +99,14 @@ def parse_json_object(text: str | None, flag: str) -> dict[str, Any] | None:
     return value
 
 
+def name_and_version(text: str) -> tuple[str, str]:
+    """`digits=2.0` as its two parts. Raises UsageError."""
+    name, sign, version = text.partition("=")
+    if not (name and sign and version):
+        raise UsageError(f"'{text}' is no NAME=VERSION such as digits=2.0")
+    return name, version
+
+
 def emit_json(document: Any) -> None:
     """One JSON document on stdout; it must carry `schema_version`."""
     sys.stdout.write(json_bytes(document).decode())

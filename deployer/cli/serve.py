@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deployer.cli.console import emit_json, err, make_table, out, working
+from deployer.cli.console import emit_json, err, make_table, name_and_version, out, working
 
 if TYPE_CHECKING:
     from deployer.serve import Server
@@ -37,12 +37,30 @@ if TYPE_CHECKING:
     metavar="PEM",
     help="Serve only what is signed with the private half of this public key.  [default: $DEPLOYER_VERIFY_KEY]",
 )
+@click.option(
+    "--default",
+    "defaults",
+    multiple=True,
+    metavar="NAME=VERSION",
+    help="Version for requests that name none; repeatable.  [default: of each model the first given]",
+)
+@click.option(
+    "--allow-changes", is_flag=True, help="Let `deployer versions` add and remove archives while this server runs."
+)
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="At the end, seconds to wait for requests in flight.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document when ready.")
-def command(mars: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+def command(mars: tuple[Path, ...], as_json: bool, defaults: tuple[str, ...], **options: Any) -> None:
     """Serve MAR... with TorchServe on the loopback, with token auth, until Ctrl-C or SIGTERM.
 
     Ready means that every worker is up, that the batching asked for is in effect, and that real samples are answered
-    as the eager model answers them. Ctrl-C ends all of it and leaves nothing behind.
+    as the eager model answers them. Ctrl-C takes no new request, answers those in flight, ends all of it and leaves
+    nothing behind; a second one does not wait for them.
     """
     from deployer.serve import Server
 
@@ -50,7 +68,7 @@ def command(mars: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's wish is kept
         signal.signal(signal.SIGHUP, signal.default_int_handler)
-    server = Server(mars, ends_with_us=True, **options)
+    server = Server(mars, ends_with_us=True, defaults=dict(map(name_and_version, defaults)), **options)
     with working("starting the server"):
         server.start()
     try:
@@ -73,6 +91,7 @@ def _document(server: Server) -> dict[str, Any]:
             {
                 "name": endpoint.name,
                 "version": endpoint.version,
+                "default": endpoint.default,
                 "url": endpoint.url,
                 "sample": str(endpoint.sample),
                 "batch_size": endpoint.settings.batch_size,
@@ -81,6 +100,7 @@ def _document(server: Server) -> dict[str, Any]:
             }
             for endpoint in server.endpoints
         ],
+        "folder": str(server.folder),
         "token_file": str(server.token_file),
         "management_url": server.management_url,
         "metrics_url": server.metrics_url,
@@ -91,12 +111,13 @@ def _document(server: Server) -> dict[str, Any]:
 
 def _print(server: Server) -> None:
     numbers = ("batch size", "delay ms", "workers")
-    table = make_table("model", "version", *numbers, "URL", numbers=numbers)
+    table = make_table("model", "version", "default", *numbers, "URL", numbers=numbers)
     for endpoint in server.endpoints:
         settings = endpoint.settings
         table.add_row(
             endpoint.name,
             endpoint.version,
+            "default" if endpoint.default else "",
             str(settings.batch_size),
             str(settings.max_batch_delay_ms),
             str(settings.workers),

@@ -27,12 +27,19 @@ class Ports:
 
 
 def config_properties(
-    host: str, ports: Ports, archives: Sequence[str], max_request_bytes: int, max_response_bytes: int
+    host: str,
+    ports: Ports,
+    archives: Sequence[str],
+    max_request_bytes: int,
+    max_response_bytes: int,
+    *,
+    allow_changes: bool = False,
 ) -> str:
     """config.properties: `host` is where inference listens; everything else is on the loopback.
 
-    Closed: registering models over HTTP, fetching archives from anywhere, installing their requirements. Bodies reach
-    the handler as they came, since TorchServe's own decoding turns JSON floats and loses bad JSON.
+    Closed: registering models over HTTP, fetching archives from anywhere, installing their requirements. With
+    `allow_changes` who has the management token may register archives that lie in the instance's own folder. Bodies
+    reach the handler as they came, since TorchServe's own decoding turns JSON floats and loses bad JSON.
 
     TorchServe answers what is over its limit with 413 and no word. It is given twice the limit of the largest model, so
     that the handler, which knows each model's own, says limit and size of what is over by less.
@@ -49,7 +56,7 @@ def config_properties(
         "metrics_mode": "prometheus",
         "metrics_config": METRICS_FILE,
         "disable_system_metrics": "true",
-        "enable_model_api": "false",
+        "enable_model_api": str(allow_changes).lower(),
         "enable_envvars_config": "false",
         "disable_token_authorization": "false",
         "token_expiration_min": _CENTURY_MIN,

@@ -22,26 +22,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
 import msgspec
 
-from deployer.bundle import MANIFEST, Bundle, read_bundle
-from deployer.errors import BundleError, GateError, MachineError, ServerError, UsageError
+from deployer.bundle import MANIFEST, Bundle
+from deployer.errors import BundleError, DeployerError, GateError, MachineError, ServerError, UsageError, nearest
 from deployer.files import lock_folder
 from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.probe import Probe, make_probes
 from deployer.package.settings import Settings
 from deployer.package.torchserve import read_mar, read_settings
-from deployer.parity import verify
 from deployer.protocol import JSON
-from deployer.runtime import preflight
 from deployer.serve.config import (
     LOG4J,
     LOOPBACK,
@@ -55,6 +52,20 @@ from deployer.serve.config import (
     worker_failure,
 )
 from deployer.serve.java import INSTALL, find_java
+from deployer.serve.listening import stop_listening
+from deployer.serve.management import (
+    BUSY_FOLDER,
+    FOLDER_PREFIX,
+    STATE,
+    Instance,
+    Management,
+    State,
+    check_answers,
+    check_effective,
+    settle_time_s,
+    unpack,
+    wait_until_idle,
+)
 from deployer.serve.ports import choose_ports
 from deployer.serve.processes import end_session
 from deployer.signature import KEY_VARIABLE, configured_key, signature_of
@@ -63,14 +74,12 @@ from deployer.signature import verify as verify_signature
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
+DRAIN_S = 30.0
 
 _POLL_S = 0.25
 _LOG_SETTLE_S = 0.5  # a dying worker's traceback reaches its log line by line
-_REQUEST_TIMEOUT_S = 60.0
-_DESCRIBE_TIMEOUT_S = 5.0
 _STOP_GRACE_S = 15.0
 _SOCKET_PATH_LIMIT_BYTES = 107  # sockaddr_un
-_FOLDER_PREFIX = "deployer-serve-"
 _TOKEN_LIMIT_BYTES = 200
 _LEFTOVER_AGE_S = 60.0
 _PORT_ATTEMPTS = 3
@@ -89,13 +98,15 @@ class Served:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model that answers: `sample` is a request body (JSON) that it has answered rightly."""
+    """A version that answers: `sample` is a request body (JSON) that it has answered rightly. Requests that name no
+    version go to the `default` one."""
 
     name: str
     version: str
     url: str
     settings: Settings
     sample: Path
+    default: bool = True
 
 
 class _PortTakenError(ServerError):
@@ -111,6 +122,11 @@ class Server:
     each worker holds bundle and hooks to theirs. With `ends_with_us` the kernel ends TorchServe when the thread that
     started it dies in whatever way, kill -9 included (Linux); the folder that is then left is removed by the next
     start.
+
+    Of several versions of a model the first given is the default, unless `defaults` (name → version) names another.
+    With `allow_changes` the owner may add and remove archives while it serves (`deployer.serve.management`).
+
+    `stop` answers what was taken: new connections are refused, requests in flight waited for, `drain_s` at most.
 
     Raises on entry, with nothing left behind: UsageError (ports, settings, doubled models), BundleError,
     IntegrityError, MachineError (TorchServe or Java missing), GateError (not ready in time, a worker that dies, other
@@ -129,6 +145,9 @@ class Server:
         token_file: str | Path | None = None,
         verify_key: str | Path | None = None,
         ends_with_us: bool = False,
+        defaults: Mapping[str, str] | None = None,
+        allow_changes: bool = False,
+        drain_s: float = DRAIN_S,
     ) -> None:
         if not archives:
             raise UsageError("no .mar given; `deployer package` makes one")
@@ -141,6 +160,9 @@ class Server:
         self._extra_token_file = _checked_token_file(token_file)
         self._verify_key = Path(verify_key).resolve() if verify_key is not None else configured_key()
         self._ends_with_us = ends_with_us
+        self._defaults = dict(defaults or {})
+        self._allow_changes = allow_changes
+        self._drain_s = drain_s
         self._lock: int | None = None
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -204,6 +226,7 @@ class Server:
         _check_installed()
         java = find_java(os.environ)
         mars = _read_archives(self._archives, self._verify_key)
+        _check_defaults(self._defaults, mars)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             try:
                 self._start(mars, java)
@@ -221,20 +244,51 @@ class Server:
             self._read_keys(deadline)
             for entry in served:
                 self._wait_for_workers(entry, deadline)
-                self._check_effective(entry)
-                self._check_answers(entry)
-                self.endpoints.append(self._endpoint(entry))
+                described = self.describe(entry.mar.name, entry.mar.version) or {}
+                check_effective(described, entry.mar, entry.settings)
+                check_answers(self._url(entry.mar), entry.mar, entry.bundle, self.token)
                 shutil.rmtree(entry.bundle.path, ignore_errors=True)
+            self._set_defaults(served)
+            self.endpoints = [self._endpoint(entry) for entry in served]
+            self._write_state(served)
             self._write_tokens()
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """End every process and remove the folder. Safe to call twice."""
+        """Answer what was taken, end every process, remove the folder. Safe to call twice; an interrupt ends it at
+        once."""
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
-        self.endpoints = []
+        serves, self.endpoints = bool(self.endpoints), []
+        try:
+            if process is not None and folder is not None and serves and process.poll() is None:
+                self._drain(process.pid, folder)
+        finally:
+            self._end(process, folder)
+
+    def _drain(self, pid: int, folder: Path) -> None:
+        """Take nothing more, and wait until what was taken is answered. On SIGTERM TorchServe resets every connection
+        that it has, in the middle of an answer too.
+
+        New connections are refused by the kernel where it lets us close the listening sockets. Clients that keep their
+        connection get a 400 to their next request, which closes it: their token is no longer valid.
+        """
+        try:
+            instance = Instance(folder)
+            settle_s = settle_time_s(instance.management.describe_all())
+            if not stop_listening(pid, {self._ports.inference, self._ports.grpc_inference}):
+                log.info(
+                    "this machine does not let us close the server's ports: requests are refused with 400 meanwhile"
+                )
+            instance.refuse_new_requests()
+            if not wait_until_idle(instance.is_idle, settle_s, self._drain_s):
+                log.warning("requests were still in flight after %g s; their connections are closed", self._drain_s)
+        except DeployerError as error:
+            log.warning("requests in flight are not waited for: %s", error)
+
+    def _end(self, process: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
         try:
             if process is not None:
                 end_session(process, _STOP_GRACE_S)
@@ -263,22 +317,24 @@ class Server:
         )
         self._ports = Ports(*free, *choose_ports(LOOPBACK, [("gRPC inference", 0), ("gRPC management", 0)]))
         remove_leftovers(Path(tempfile.gettempdir()))
-        folder = self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        folder = self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self._lock = lock_folder(folder)
         if len(os.fsencode(folder / "tmp" / ".ts.sock.9999")) > _SOCKET_PATH_LIMIT_BYTES:
             raise UsageError(f"the temporary folder '{folder.parent}' has too long a path for sockets; set TMPDIR")
-        for name in ("store", "tmp", "logs", "bundles", "samples"):
+        for name in ("store", "tmp", "logs", "bundles", "samples", BUSY_FOLDER):
             (folder / name).mkdir()
         names = [f"{index}.mar" for index in range(len(mars))]
         for mar, name in zip(mars, names, strict=True):
             _link_or_copy(mar.path, folder / "store" / name, link=self._verify_key is None)
         if self._verify_key is not None:  # nobody else can change the copies
             mars = _read_copies(mars, [folder / "store" / name for name in names], self._verify_key)
-        served = [_unpack(mar, folder / "bundles" / str(index)) for index, mar in enumerate(mars)]
+        served = [_served(mar, folder / "bundles" / str(index)) for index, mar in enumerate(mars)]
         (folder / "log4j2.xml").write_text(LOG4J)
         request_bytes = max(entry.settings.max_request_bytes for entry in served)
         response_bytes = max(entry.settings.max_response_bytes for entry in served)
-        text = config_properties(self._host, self._ports, names, request_bytes, response_bytes)
+        text = config_properties(
+            self._host, self._ports, names, request_bytes, response_bytes, allow_changes=self._allow_changes
+        )
         (folder / "config.properties").write_text(text)
         (folder / METRICS_FILE).write_text(metrics_config((_torchserve_home() / "configs/metrics.yaml").read_text()))
         return served
@@ -309,6 +365,7 @@ class Server:
         environment.pop(KEY_VARIABLE, None)
         if self._verify_key is not None:
             environment[KEY_VARIABLE] = str(self._verify_key)
+        environment["DEPLOYER_BUSY_FOLDER"] = str(folder / BUSY_FOLDER)
         environment["TS_OPEN_INFERENCE_PROTOCOL"] = "oip"  # opens the routes /v2/…; the bodies are the handler's
         log.info("starting TorchServe")
         with (folder / "logs" / "console.log").open("wb") as console:
@@ -337,7 +394,8 @@ class Server:
         while True:
             self._check_alive()
             self._check_logs()
-            states = [worker.get("status") for worker in (self._describe(entry) or {}).get("workers", [])]
+            described = self.describe(entry.mar.name, entry.mar.version) or {}
+            states = [worker.get("status") for worker in described.get("workers", [])]
             if states.count("READY") >= entry.settings.workers:
                 return
             self._check_deadline(deadline, f"{label} has {states.count('READY')} of {entry.settings.workers} workers")
@@ -368,46 +426,37 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------ what it does
 
+    @property
+    def management(self) -> Management:
+        return Management(self.management_url, self._keys["management"])
+
     def describe(self, name: str, version: str) -> dict[str, Any] | None:
         """What the management API says of a model: effective settings and workers; None before it is registered."""
-        headers = {"Authorization": f"Bearer {self._keys['management']}"}
-        url = f"{self.management_url}/models/{name}/{version}"
         try:
-            with _http(_DESCRIBE_TIMEOUT_S) as client:
-                response = client.get(url, headers=headers)
-        except httpx.HTTPError:
+            return next(iter(self.management.describe(name, version)), None)
+        except ServerError:
             return None
-        if response.status_code != 200:
-            return None
-        described: list[dict[str, Any]] = msgspec.json.decode(response.content)
-        return described[0]
 
-    def _describe(self, entry: Served) -> dict[str, Any] | None:
-        return self.describe(entry.mar.name, entry.mar.version)
+    def _set_defaults(self, served: Sequence[Served]) -> None:
+        """TorchServe's default is the version that was registered first; it is told all the same."""
+        for entry in served:
+            self._defaults.setdefault(entry.mar.name, entry.mar.version)
+        for name, version in self._defaults.items():
+            self.management.set_default(name, version)
 
-    def _check_effective(self, entry: Served) -> None:
-        """Raises GateError when the server runs with other settings than the archive asks for."""
-        described = self._describe(entry) or {}
-        asked = {
-            "batchSize": entry.settings.batch_size,
-            "maxBatchDelay": entry.settings.max_batch_delay_ms,
-            "minWorkers": entry.settings.workers,
-            "maxWorkers": entry.settings.workers,
-        }
-        for key, value in asked.items():
-            if described.get(key) != value:
-                raise GateError(
-                    f"{entry.mar.name} {entry.mar.version} runs with {key} {described.get(key)} instead of {value}"
-                )
-
-    def _check_answers(self, entry: Served) -> None:
-        """Real samples over HTTP in every form, alone and together with wrong requests (`deployer.parity`)."""
-        log.info("holding answers of %s %s to the eager model", entry.mar.name, entry.mar.version)
-        report = verify(
-            self._url(entry.mar), entry.bundle, token=self.token, timeout_s=_REQUEST_TIMEOUT_S, bits=False
-        )  # fmt: skip
-        if not report.passed:
-            raise GateError(f"{entry.mar.name} {entry.mar.version}: {report.reasons[0]}")
+    def _write_state(self, served: Sequence[Served]) -> None:
+        state = State(
+            pid=self.pid,
+            inference_url=self.inference_url,
+            management_url=self.management_url,
+            metrics_url=self.metrics_url,
+            allow_changes=self._allow_changes,
+            max_request_bytes=max(entry.settings.max_request_bytes for entry in served),
+            max_response_bytes=max(entry.settings.max_response_bytes for entry in served),
+            verify_key=str(self._verify_key) if self._verify_key is not None else None,
+        )
+        with os.fdopen(os.open(self.folder / STATE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(state))
 
     def _url(self, mar: Mar) -> str:
         return f"{self.inference_url}/predictions/{mar.name}/{mar.version}"
@@ -415,7 +464,8 @@ class Server:
     def _endpoint(self, entry: Served) -> Endpoint:
         sample = self.folder / "samples" / f"{entry.mar.name}-{entry.mar.version}.json"
         sample.write_bytes(next(probe.body for probe in entry.probes if probe.content_type == JSON))
-        return Endpoint(entry.mar.name, entry.mar.version, self._url(entry.mar), entry.settings, sample)
+        default = self._defaults[entry.mar.name] == entry.mar.version
+        return Endpoint(entry.mar.name, entry.mar.version, self._url(entry.mar), entry.settings, sample, default)
 
     def _write_tokens(self) -> None:
         for path in (self.folder / "token", self._extra_token_file):
@@ -446,7 +496,7 @@ def _checked_token_file(token_file: str | Path | None) -> Path | None:
 
 def remove_leftovers(parent: Path) -> None:
     """Remove folders of servers whose starter is dead: nobody holds their lock."""
-    for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime < _LEFTOVER_AGE_S:
                 continue  # perhaps a server between making its folder and locking it
@@ -458,11 +508,6 @@ def remove_leftovers(parent: Path) -> None:
 def _end_with_parent() -> None:
     """In the child, before Java starts: SIGTERM when the parent dies (prctl's PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _http(timeout_s: float = _REQUEST_TIMEOUT_S) -> httpx.Client:
-    """trust_env off: a proxy of the environment must see neither the tokens nor a loopback request."""
-    return httpx.Client(timeout=timeout_s, trust_env=False)
 
 
 def _checked_host(host: str) -> str:
@@ -502,14 +547,16 @@ def _read_archives(paths: Sequence[Path], verify_key: Path | None) -> list[Mar]:
     return list(mars.values())
 
 
-def _unpack(mar: Mar, folder: Path) -> Served:
+def _check_defaults(defaults: Mapping[str, str], mars: Sequence[Mar]) -> None:
+    given = [f"{mar.name}={mar.version}" for mar in mars]
+    for name, version in defaults.items():
+        if f"{name}={version}" not in given:
+            raise UsageError(f"--default {name}={version} is none of the archives{nearest(f'{name}={version}', given)}")
+
+
+def _served(mar: Mar, folder: Path) -> Served:
     """The archive's bundle, hashes verified and this machine held to its needs, and requests made of its samples."""
-    folder.mkdir()
-    mar.extract(folder, below=BUNDLE_FOLDER)
-    bundle = read_bundle(folder)
-    if not bundle.manifest.passed:
-        raise GateError(f"the bundle in '{mar.path}' has not passed the gate; export and package it again")
-    preflight(bundle.manifest)
+    bundle = unpack(mar, folder)
     return Served(mar, read_settings(mar), bundle, tuple(make_probes(bundle)))
 
 
