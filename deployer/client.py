@@ -6,6 +6,7 @@ answer.outputs["logits"]
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from deployer.samples import read_samples
 from deployer.spec import Array, Arrays
 
 TIMEOUT_S = 60.0
+_PAUSE_S = 1.0  # before a server that is overloaded and says no time is asked again
 
 #: how named arrays are sent: name of the form → kind of `protocol.encode_request`
 BODIES = {
@@ -52,8 +54,10 @@ def predict(
     accept: str = JSON,
     timeout_s: float = TIMEOUT_S,
     body: str | None = None,
+    retry_s: float = 0.0,
 ) -> Answer:
-    """Send one request and parse the answer.
+    """Send one request and parse the answer. A server that is overloaded (503) is asked again when it says, or after a
+    second, for `retry_s` in all.
 
     `inputs` are named arrays, one array, or a file. `body` is one of BODIES; None sends named arrays as JSON, one array
     as .npy, .npy, .npz and .safetensors files as such, and .json files always as they are. `accept`
@@ -65,7 +69,7 @@ def predict(
     headers = {"Content-Type": request.content_type, "Accept": accept, **request.headers}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    response = _post(url, request.body, headers, timeout_s)
+    response = _post_again(url, request.body, headers, timeout_s, retry_s)
     if response.status_code != 200:
         raise failure(response, len(request.body), with_token=bool(token))
     try:
@@ -123,6 +127,17 @@ def read_token(path: Path) -> str:
     return token
 
 
+def _post_again(url: str, body: bytes, headers: dict[str, str], timeout_s: float, retry_s: float) -> httpx.Response:
+    deadline_s = time.monotonic() + retry_s
+    while True:
+        response = _post(url, body, headers, timeout_s)
+        pause_s = _retry_after_s(response)
+        pause_s = _PAUSE_S if pause_s is None else pause_s
+        if response.status_code != 503 or time.monotonic() + pause_s > deadline_s:
+            return response
+        time.sleep(pause_s)
+
+
 def _post(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> httpx.Response:
     try:
         # trust_env off: a proxy of the environment must see neither the token nor a loopback request.
@@ -169,21 +184,31 @@ def failure(response: httpx.Response, sent_bytes: int = 0, *, with_token: bool =
             http_status=status,
         )
     if body.error is not None:
-        return ServerError(f"the server failed ({status}): {body.error.message}", status=status)
+        verb = "refused the request" if status == 503 else "failed"
+        return ServerError(
+            f"the server {verb} ({status}): {body.error.message}", status=status, retry_after_s=_retry_after_s(response)
+        )
     said = body.message or first_line(ValueError(response.text)) if response.content else response.reason_phrase
     if status == 401 or "InvalidKey" in body.type:
-        hint = "it differs from the server's or has expired" if with_token else "none was sent"
+        hint = "it differs from the server's, or the server is stopping" if with_token else "none was sent"
         return ServerError(f"the server refused the token ({hint}); give --token-file with its file", status=status)
     match status:
         case 413:
             said = f"a body of {sent_bytes} bytes is larger than the server allows; send fewer items at once"
         case 503 if "no worker" in said:
             said = "no worker is free: the queue is full or every worker is starting anew; try again in a moment"
-        case 500 if "Worker died" in said:
+        case 500 | 507 if "Worker died" in said:  # 507: it was killed
             said = "the worker that had the request died and is being restarted; try again in a moment"
         case 404:
             said = f"{said}; check the model's name and version in the URL"
-    return ServerError(f"the server answered {status}: {said}", status=status)
+    return ServerError(f"the server answered {status}: {said}", status=status, retry_after_s=_retry_after_s(response))
+
+
+def _retry_after_s(response: httpx.Response) -> float | None:
+    try:
+        return max(0.0, float(response.headers["retry-after"]))
+    except (KeyError, ValueError):
+        return None  # a date is not what our workers send
 
 
 def _error_body(content: bytes) -> _Body:

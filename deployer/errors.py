@@ -127,11 +127,13 @@ class RequestError(InputError):
 
 
 class ServerError(DeployerError):
-    """What a server answered instead of a result; `status` is its HTTP status, 0 where there was no answer."""
+    """What a server answered instead of a result; `status` is its HTTP status, 0 where there was no answer;
+    `retry_after_s` is when it asks to be asked again, None where it does not say."""
 
-    def __init__(self, message: str, *, status: int = 0) -> None:
+    def __init__(self, message: str, *, status: int = 0, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class GateError(DeployerError):

@@ -3,21 +3,21 @@
 TorchServe's loader imports this file by its base name and wants exactly one class defined in it.
 """
 
-import contextlib
-import fcntl
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from deployer.package import torchserve_codec
 from deployer.package.torchserve_codec import WireAnswer, WireBatch
+from deployer.package.torchserve_worker import Guard, Limits
 from deployer.predictor import SERIES, Predictor, Request, Response, growth
 
 METRICS_PERIOD_S = 2.0
@@ -30,7 +30,8 @@ class DeployerHandler:
         """Open and warm the bundle that stands beside this file in the archive. A failure ends the worker."""
         # The worker logs two lines a request at INFO, which the frontend would read, match and write.
         logging.getLogger().setLevel(logging.WARNING)
-        settings = (context.model_yaml_config or {}).get("deployer", {})
+        config = context.model_yaml_config or {}
+        settings = config.get("deployer", {})
         bundle = Path(context.system_properties["model_dir"]) / "bundle"
         hooks = bundle.with_name("hooks") / "main.py"
         openapi = bundle.with_name("openapi.json")
@@ -41,21 +42,20 @@ class DeployerHandler:
             max_request_bytes=settings.get("max_request_bytes"),
             openapi=openapi.read_bytes() if openapi.is_file() else None,
         )
-        folder = os.environ.get("DEPLOYER_BUSY_FOLDER")
-        name = f"{self.predictor.spec.name}-{self.predictor.spec.version}"
-        self.lock = os.open(Path(folder) / name, os.O_RDWR | os.O_CREAT, 0o600) if folder else None
+        limits = Limits(
+            config.get("batchSize", 1),
+            config.get("maxWorkers", 1),
+            settings.get("response_timeout_s", math.inf),
+            settings.get("max_queue_wait_s", math.inf),
+        )
+        self.guard = Guard(self.predictor, limits, os.environ)
         torchserve_codec.install(self.answer)
         threading.Thread(target=report, args=(self.predictor,), name="metrics", daemon=True).start()
 
     def answer(self, batch: WireBatch) -> list[WireAnswer]:
         """The requests of one message, answered in order."""
         requests = [_request(request.headers, request.parameters) for request in batch]
-        with busy(self.lock):
-            responses = self.predictor.answer(requests)
-        return [
-            WireAnswer(response.status, response.content_type, _headers(response), response.body)
-            for response in responses
-        ]
+        return _wire(self.guard.answer(requests, lambda late: torchserve_codec.send_now(batch, _wire(late))))
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:
         """The same where TorchServe's own reader and writer are in use: one body per request, in order; status and
@@ -64,14 +64,19 @@ class DeployerHandler:
         for index, item in enumerate(data):
             headers = {name.lower(): str(value) for name, value in context.get_all_request_header(index).items()}
             requests.append(_request(headers, item))
-        with busy(self.lock):
-            responses = self.predictor.answer(requests)
+        responses = self.guard.answer(requests)
         for index, response in enumerate(responses):
             context.set_response_status(response.status, HTTPStatus(response.status).phrase, idx=index)
             context.set_response_content_type(index, response.content_type)
             for name, value in _headers(response).items():
                 context.set_response_header(index, name, value)
         return [response.body for response in responses]
+
+
+def _wire(responses: list[Response]) -> list[WireAnswer]:
+    return [
+        WireAnswer(response.status, response.content_type, _headers(response), response.body) for response in responses
+    ]
 
 
 def _headers(response: Response) -> dict[str, str]:
@@ -100,21 +105,6 @@ def _request(headers: Mapping[str, str], item: Mapping[str, Any]) -> Request:
         headers=headers,
         describe=headers.get("url_path", ""),  # what follows /predictions/NAME/VERSION/
     )
-
-
-@contextlib.contextmanager
-def busy(descriptor: int | None) -> Iterator[None]:
-    """A file whose lock workers hold while they answer, and whose time is that of the last batch: who stops the server
-    waits for both. The kernel frees the lock if a worker dies."""
-    if descriptor is None:
-        yield
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    os.utime(descriptor)
-    try:
-        yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def report(predictor: Predictor) -> None:

@@ -5,8 +5,12 @@ One real TorchServe for all of it, in the order of this file; the last test stop
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
+import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,11 +28,12 @@ import pytest
 from torch import Tensor, nn
 
 from deployer.checkpoint import load_checkpoint
+from deployer.client import failure
 from deployer.errors import GateError, ServerError, UsageError
 from deployer.export import export
 from deployer.formats import Target
 from deployer.package import HookFiles, package
-from deployer.serve import Server
+from deployer.serve import Server, healthcheck
 from deployer.serve.management import Instance, find_instance
 from deployer.spec import Dim, ModelSpec, TensorSpec
 from tests.test_package_torchserve import with_config
@@ -49,6 +54,8 @@ def samples():
     return [(b"0", "text/plain")]
 """
 TIMEOUT_S = 3
+QUEUE_WAIT_S = 2
+QUEUE_SIZE = 150
 
 
 class Same(nn.Module):
@@ -63,7 +70,8 @@ class Double(nn.Module):
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """scale 1.0 answers x, 2.0 answers 2·x; sleeper answers ones after as many seconds as it is told, 3 at most."""
+    """scale 1.0 answers x, 2.0 answers 2·x; sleeper answers ones after as many seconds as it is told, 3 at most,
+    and has room for 150 that wait 2 s."""
     folder = tmp_path_factory.mktemp("operations")
     (folder / "sleeps.py").write_text(SLEEPS)
     made = {}
@@ -82,9 +90,12 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             checkpoint = load_checkpoint(model=f"{__file__}:{model}", spec=spec, samples=samples)
             key = f"{name} {version}"
             bundle, _ = export(checkpoint, Target("onnx"), folder / key)
-            made[key] = package(bundle, output=folder / key, workers=1, batch_size=4, hooks=hooks)
+            made[key] = package(
+                bundle, output=folder / key, workers=1, batch_size=4, hooks=hooks, response_timeout_s=TIMEOUT_S,
+                max_queue_wait_s=QUEUE_WAIT_S,
+            )  # fmt: skip
     target = folder / "sleeper-short.mar"
-    made["sleeper 1.0"] = with_config(made["sleeper 1.0"], target, responseTimeout=TIMEOUT_S)
+    made["sleeper 1.0"] = with_config(made["sleeper 1.0"], target, jobQueueSize=QUEUE_SIZE)
     return made
 
 
@@ -273,6 +284,86 @@ def test_defaults_and_servers_that_there_are_not_are_named(
         find_instance()
     with pytest.raises(UsageError, match="is no folder of a server that is ready"):
         find_instance(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- too much, too late, dead
+
+
+async def storm(server: Server, requests: int, seconds: str) -> list[httpx.Response]:
+    """`requests` requests over as many connections, all at once."""
+    headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "text/plain"}
+    limits = httpx.Limits(max_connections=requests)
+    async with httpx.AsyncClient(timeout=60, trust_env=False, limits=limits, headers=headers) as client:
+        url = f"{server.inference_url}/predictions/sleeper"
+        return await asyncio.gather(*(client.post(url, content=seconds) for _ in range(requests)))
+
+
+def test_a_storm_is_answered_or_refused_with_a_time_to_come_back(server: Server) -> None:
+    """200 at once for a model that answers 20 a second: its queue takes 150, and nobody waits the 10 s they need."""
+    answers = asyncio.run(storm(server, 200, "0.05"))
+    by_status = {status: [one for one in answers if one.status_code == status] for status in (200, 503)}
+    assert sum(map(len, by_status.values())) == len(answers) == 200
+    assert 20 <= len(by_status[200]) < 150
+    ours = [one for one in by_status[503] if "retry-after" in one.headers]
+    assert len(ours) >= 20
+    for one in ours:
+        assert 1 <= int(one.headers["retry-after"]) <= 10
+        assert "sleeper 1.0 has more requests waiting than it answers in 2 s" in one.json()["error"]["message"]
+        error = failure(one)
+        assert isinstance(error, ServerError)
+        assert (error.status, error.retry_after_s) == (503, float(one.headers["retry-after"]))
+    for one in by_status[503]:
+        assert "try again in" in str(failure(one))
+    wait_until(lambda: (server.describe("sleeper", "1.0") or {})["jobQueueStatus"]["pendingRequests"] == 0)
+    assert ask(server, "/predictions/sleeper", b"0", "text/plain").status_code == 200
+    assert ask(server, "/predictions/scale").status_code == 200
+
+
+def test_a_model_that_hangs_is_timed_out_by_name_and_replaced(server: Server) -> None:
+    hung = (server.describe("sleeper", "1.0") or {})["workers"][0]["pid"]
+    answer = ask(server, "/predictions/sleeper", b"1000", "text/plain")
+    assert answer.status_code == 504
+    error = failure(answer)
+    assert isinstance(error, ServerError)
+    assert re.search(r"\(504\): sleeper 1\.0 did not answer within 3 s.*--response-timeout-s", str(error))
+    wait_until(lambda: ready_worker(server) not in (None, hung))
+    assert ask(server, "/predictions/sleeper", b"0", "text/plain").status_code == 200
+
+
+def test_a_killed_worker_leaves_no_request_without_an_answer(server: Server) -> None:
+    """Those that it had get a 5xx, those in the queue are answered by the one that comes; /ping says Healthy all the
+    while, the management API does not."""
+    victim = ready_worker(server)
+    assert victim is not None
+    answers: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(ask(server, "/predictions/sleeper", b"0.3", "text/plain")))
+        for _ in range(10)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: (server.describe("sleeper", "1.0") or {})["jobQueueStatus"]["pendingRequests"] >= 6)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: ready_worker(server) is None)
+    owner = {"Authorization": f"Bearer {server.token}"}
+    assert httpx.get(f"{server.inference_url}/ping", headers=owner, trust_env=False).json() == {"status": "Healthy"}
+    assert "sleeper 1.0 has no worker that is ready" in healthcheck.reason(server.folder.parent)
+    for thread in threads:
+        thread.join()
+    counts = Counter(answer.status_code // 100 for answer in answers)
+    assert set(counts) == {2, 5}
+    assert (counts.total(), 1 <= counts[5] <= 4) == (10, True)  # those of one run
+    for answer in answers:
+        if answer.status_code != 200:
+            assert "the worker that had the request died" in str(failure(answer))
+    assert ready_worker(server) not in (None, victim)
+    wait_until(lambda: healthcheck.reason(server.folder.parent) == "")
+
+
+def ready_worker(server: Server) -> int | None:
+    """The process that answers for the sleeper, if there is one."""
+    workers = (server.describe("sleeper", "1.0") or {})["workers"]
+    return next((worker["pid"] for worker in workers if worker["status"] == "READY"), None)
 
 
 # --------------------------------------------------------------------------------------------------------- the last act

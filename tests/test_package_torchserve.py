@@ -58,6 +58,9 @@ def rebuilt(archive: Path, target: Path, change: Callable[[dict[str, bytes]], No
     return target
 
 
+OWN_KEYS = ("intra_op_threads", "max_request_bytes", "max_response_bytes", "response_timeout_s", "max_queue_wait_s")
+
+
 def with_config(archive: Path, target: Path, **changes: Any) -> Path:
     """A copy whose model-config.yaml differs; None removes a key."""
 
@@ -454,7 +457,8 @@ def test_documents_that_are_none_are_refused(archive: Path, tmp_path: Path, name
         ({"maxWorkers": 9}, "make them equal"),
         ({"deployer": None}, "section 'deployer'"),
         ({"deployer": {"intra_op_threads": 1}}, "section 'deployer'"),
-        ({"deployer": {"intra_op_threads": 0, "max_request_bytes": 1, "max_response_bytes": 1}}, "intra_op_threads: 0"),
+        ({"deployer": {**dict.fromkeys(OWN_KEYS, 1), "intra_op_threads": 0}}, "intra_op_threads: 0"),
+        ({"deployer": {**dict.fromkeys(OWN_KEYS, 1), "response_timeout_s": "9"}}, "response_timeout_s: '9'"),
     ],
 )
 def test_batch_settings_that_torchserve_would_ignore_are_refused_by_key(

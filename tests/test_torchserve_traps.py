@@ -49,7 +49,7 @@ from tests.hostile import batches, predictor_of
 
 ROOT = Path(__file__).resolve().parent.parent
 HANDLER = Path(handlers.deployer_handler.__file__)
-SETTINGS = Settings(16, 5, 2, 1, 7_000_000, 8_000_000)
+SETTINGS = Settings(16, 5, 2, 1, 7_000_000, 8_000_000, 500, 60, 10)
 
 
 # ------------------------------------------------------------------------------------------------- without a server
@@ -305,7 +305,7 @@ async def post_all(server: Server, path: str, bodies: list[bytes]) -> list[httpx
 def test_settings_of_the_environment_do_not_win(server: Server) -> None:
     described = server.describe("lookup", "1.0") or {}
     found = [described[key] for key in ("batchSize", "maxBatchDelay", "responseTimeout", "minWorkers", "maxWorkers")]
-    assert found == [8, DELAY_MS, 120, 1, 1]
+    assert found == [8, DELAY_MS, 125, 1, 1]
     assert httpx.get(f"{server.inference_url}/ping", trust_env=False).status_code == 400  # without the token
 
 

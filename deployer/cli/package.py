@@ -24,6 +24,18 @@ from deployer.errors import UsageError
     "--intra-op-threads", type=int, metavar="N", help="Threads with which each computes.  [default: cores over workers]"
 )
 @click.option(
+    "--response-timeout-s",
+    type=int,
+    metavar="S",
+    help="A run that takes longer is answered 504, its worker started anew.  [default: 120]",
+)
+@click.option(
+    "--max-queue-wait-s",
+    type=int,
+    metavar="S",
+    help="A request that would wait longer is answered 503 with Retry-After.  [default: 10]",
+)
+@click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
@@ -62,6 +74,8 @@ def command(
     max_batch_delay_ms: int | None,
     workers: int | None,
     intra_op_threads: int | None,
+    response_timeout_s: int | None,
+    max_queue_wait_s: int | None,
     output: Path,
     allow_unexecuted: bool,
     handler: Path | None,
@@ -87,7 +101,8 @@ def command(
     with working(f"packaging {bundle}"):
         path = package(
             bundle, engine=engine, output=output, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms,
-            workers=workers, intra_op_threads=intra_op_threads, allow_unexecuted=allow_unexecuted, hooks=hooks,
+            workers=workers, intra_op_threads=intra_op_threads, response_timeout_s=response_timeout_s,
+            max_queue_wait_s=max_queue_wait_s, allow_unexecuted=allow_unexecuted, hooks=hooks,
             sign_key=sign_key,
         )  # fmt: skip
     mar = read_mar(path)
@@ -105,6 +120,9 @@ def command(
         "intra_op_threads": settings.intra_op_threads,
         "max_request_bytes": settings.max_request_bytes,
         "max_response_bytes": settings.max_response_bytes,
+        "job_queue_size": settings.job_queue_size,
+        "response_timeout_s": settings.response_timeout_s,
+        "max_queue_wait_s": settings.max_queue_wait_s,
         "handler": str(handler) if handler is not None else None,
         "signature": str(signature_of(path)) if sign_key is not None else None,
         "sbom": str(sbom_of(path)) if sbom_of(path).is_file() else None,

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     help="Seconds until it must be answered.",
 )
 @click.option(
+    "--retry-s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Seconds for which a server that is overloaded (503) is asked again, when it says.",
+)
+@click.option(
     "--body", metavar="FORM", help="json, npy, npz, safetensors, oip or oip-binary.  [default: as the file is]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -47,6 +54,7 @@ def command(
     token_file: Path | None,
     output: Path | None,
     timeout_s: float,
+    retry_s: float,
     body: str | None,
     as_json: bool,
 ) -> None:
@@ -63,7 +71,7 @@ def command(
         raise UsageError(f"-o {output}: a name that ends in .npy, .npz or .json is expected")
     token = read_token(token_file) if token_file is not None else None
     accept = {".npy": NPY, ".npz": NPZ}.get(suffix, JSON)
-    answer = predict(url, input_path, token=token, accept=accept, timeout_s=timeout_s, body=body)
+    answer = predict(url, input_path, token=token, accept=accept, timeout_s=timeout_s, body=body, retry_s=retry_s)
     if output is not None:
         _save(answer, output)
     if as_json:

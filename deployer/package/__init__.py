@@ -41,6 +41,8 @@ def package(
     max_batch_delay_ms: int | None = None,
     workers: int | None = None,
     intra_op_threads: int | None = None,
+    response_timeout_s: int | None = None,
+    max_queue_wait_s: int | None = None,
     allow_unexecuted: bool = False,
     hooks: HookFiles | None = None,
     sign_key: str | Path | None = None,
@@ -50,7 +52,8 @@ def package(
     `batch_size` requests at most share a run (default: the batch Dim's typical size, 1 where requests cannot share
     one), the first of them waits `max_batch_delay_ms` at most (default 2). `workers` processes (default 2, on a single
     core 1) divide the cores of this machine among them, unless `intra_op_threads` says
-    with how many each computes.
+    with how many each computes. A run that takes longer than `response_timeout_s` (default 120) is answered 504, a
+    request that would wait longer than about `max_queue_wait_s` (default 10) 503.
 
     `hooks` are the user's pre- and postprocessing, tried on their own samples before the package takes its name.
 
@@ -80,6 +83,8 @@ def package(
         max_batch_delay_ms=max_batch_delay_ms,
         workers=workers,
         intra_op_threads=intra_op_threads,
+        response_timeout_s=response_timeout_s,
+        max_queue_wait_s=max_queue_wait_s,
     )
     made = record.package(opened, settings, Path(output), hooks, Path(sign_key) if sign_key is not None else None)
     _write_sbom(made)

@@ -16,10 +16,15 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH_DELAY_MS = 2
 DEFAULT_WORKERS = 2
+DEFAULT_RESPONSE_TIMEOUT_S = 120
+DEFAULT_MAX_QUEUE_WAIT_S = 10
 
 _DELAY_LIMIT_MS = 2**31 - 1  # TorchServe drops what is no Java int, and takes 100
 _WORKERS_LIMIT = 1024
 _THREADS_LIMIT = 1024
+_SECONDS_LIMIT = 86_400
+_QUEUE_BYTES = 256 << 20
+_QUEUE_LIMIT = 1000
 
 _BODY_FLOOR_BYTES = 6_553_500  # TorchServe's own default; smaller limits would only surprise
 _BODY_CEILING_BYTES = 2**31 - 1  # limits are Java ints
@@ -34,6 +39,9 @@ class Settings:
 
     Each of `workers` processes computes with `intra_op_threads` threads. Bodies larger than the two limits are refused
     by the server.
+
+    `job_queue_size` requests wait at most, and none much longer than `max_queue_wait_s`: what is beyond either is
+    answered 503. A run that takes longer than `response_timeout_s` is answered 504 and its worker started anew.
     """
 
     batch_size: int
@@ -42,6 +50,9 @@ class Settings:
     intra_op_threads: int
     max_request_bytes: int
     max_response_bytes: int
+    job_queue_size: int
+    response_timeout_s: int
+    max_queue_wait_s: int
 
 
 def choose_settings(
@@ -51,9 +62,12 @@ def choose_settings(
     max_batch_delay_ms: int | None,
     workers: int | None,
     intra_op_threads: int | None = None,
+    response_timeout_s: int | None = None,
+    max_queue_wait_s: int | None = None,
 ) -> Settings:
     """Settings for a bundle; None means: the batch Dim's typical size (1 where requests cannot share a run), 2 ms,
-    two workers (one on a single core), the cores of this machine shared out among them.
+    two workers (one on a single core), the cores of this machine shared out among them, 120 s for a run, 10 s of
+    waiting.
 
     Raises UsageError that names the option and the reason.
     """
@@ -93,7 +107,26 @@ def choose_settings(
         intra_op_threads or max(1, usable_cores() // workers),
         body_limit_bytes(spec, spec.inputs),
         body_limit_bytes(spec, spec.outputs),
+        queue_size(spec, batch_size, workers),
+        _seconds("--response-timeout-s", response_timeout_s, DEFAULT_RESPONSE_TIMEOUT_S),
+        _seconds("--max-queue-wait-s", max_queue_wait_s, DEFAULT_MAX_QUEUE_WAIT_S),
     )
+
+
+def _seconds(option: str, given: int | None, usual: int) -> int:
+    if given is not None and not 1 <= given <= _SECONDS_LIMIT:
+        raise UsageError(f"{option} {given}: 1 to {_SECONDS_LIMIT} is expected")
+    return usual if given is None else given
+
+
+def queue_size(spec: ModelSpec, batch_size: int, workers: int) -> int:
+    """How many requests may wait: as many of the largest single items, as JSON, as fit into 256 MB, at most 1000, and
+    enough that each worker finds a full batch or two."""
+    values = sum(
+        math.prod(1 if size == spec.batch else _largest(size, spec) for size in tensor.shape) for tensor in spec.inputs
+    )
+    fitting = _QUEUE_BYTES // max(1, values * _JSON_BYTES_PER_VALUE)
+    return max(2 * batch_size * workers, min(_QUEUE_LIMIT, fitting))
 
 
 def why_not_stackable(manifest: Manifest) -> str:

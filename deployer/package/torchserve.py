@@ -56,11 +56,10 @@ CONFIG = "model-config.yaml"
 OPENAPI_FILE = "openapi.json"
 OWN_KEY = "deployer"
 
-_RESPONSE_TIMEOUT_S = 120
+_RESPONSE_TIMEOUT_MARGIN_S = 5  # the worker itself is first, and says what happened
 _STARTUP_TIMEOUT_S = 300
-_JOB_QUEUE_SIZE = 1000
 _CHECK_TIMEOUT_S = 600
-_OWN_KEYS = ("intra_op_threads", "max_request_bytes", "max_response_bytes")
+_OWN_KEYS = ("intra_op_threads", "max_request_bytes", "max_response_bytes", "response_timeout_s", "max_queue_wait_s")
 
 #: every key of model-config.yaml that TorchServe 0.12 reads; it drops others, and values of another type, in silence
 _TORCHSERVE_KEYS: dict[str, type] = {
@@ -177,9 +176,9 @@ def model_config(settings: Settings) -> str:
             "maxWorkers": settings.workers,
             "batchSize": settings.batch_size,
             "maxBatchDelay": settings.max_batch_delay_ms,
-            "responseTimeout": _RESPONSE_TIMEOUT_S,
+            "responseTimeout": settings.response_timeout_s + _RESPONSE_TIMEOUT_MARGIN_S,
             "startupTimeout": _STARTUP_TIMEOUT_S,
-            "jobQueueSize": _JOB_QUEUE_SIZE,
+            "jobQueueSize": settings.job_queue_size,
             OWN_KEY: {key: getattr(settings, key) for key in _OWN_KEYS},
         },
         sort_keys=False,
@@ -210,10 +209,11 @@ def read_settings(mar: Mar) -> Settings:
     if _positive(config, "maxWorkers", where) != workers:
         raise UsageError(f"{where} has minWorkers {workers} and maxWorkers {config['maxWorkers']}; make them equal")
     return Settings(
-        _positive(config, "batchSize", where),
-        _positive(config, "maxBatchDelay", where),
-        workers,
-        *(_positive(own, key, f"{where}, section '{OWN_KEY}',") for key in _OWN_KEYS),
+        batch_size=_positive(config, "batchSize", where),
+        max_batch_delay_ms=_positive(config, "maxBatchDelay", where),
+        workers=workers,
+        job_queue_size=_positive(config, "jobQueueSize", where),
+        **{key: _positive(own, key, f"{where}, section '{OWN_KEY}',") for key in _OWN_KEYS},
     )
 
 

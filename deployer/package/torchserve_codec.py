@@ -150,6 +150,14 @@ def _text(text: str) -> bytes:
     return _INT.pack(len(data)) + data
 
 
+_connection: list[Any] = []  # that of the message that was read last
+
+
+def send_now(requests: Sequence[WireRequest], answers: Sequence[WireAnswer]) -> None:
+    """Answer a batch from another thread, in the place of the one that has it in hand and will never answer."""
+    _connection[0].sendall(encode_answers(requests, answers))
+
+
 def install(answer: Callable[[WireBatch], Sequence[WireAnswer]]) -> bool:
     """Answer the messages of this worker by `answer`; False, and nothing is replaced, where this process is none of
     TorchServe's workers or of another version."""
@@ -166,6 +174,7 @@ def install(answer: Callable[[WireBatch], Sequence[WireAnswer]]) -> bool:
     readers: dict[int, Reader] = {}
 
     def retrieve_msg(connection: Any) -> tuple[bytes, Any]:
+        _connection[:] = [connection]
         reader = readers.get(id(connection))
         if reader is None:
             readers.clear()

@@ -32,6 +32,7 @@ from deployer.errors import BundleError, GateError, ServerError, UsageError, fir
 from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.settings import Settings
 from deployer.package.torchserve import read_mar, read_settings
+from deployer.package.torchserve_worker import BUSY_FOLDER
 from deployer.parity import verify
 from deployer.runtime import preflight
 from deployer.serve.config import last_words
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "deployer-serve-"
 STATE = "server.json"
-BUSY_FOLDER = "busy"
 REQUEST_TIMEOUT_S = 60.0
 
 _POLL_S = 0.05

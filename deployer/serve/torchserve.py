@@ -38,6 +38,7 @@ from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.probe import Probe, make_probes
 from deployer.package.settings import Settings
 from deployer.package.torchserve import read_mar, read_settings
+from deployer.package.torchserve_worker import BUSY_FOLDER, FOLDER_VARIABLE, MANAGEMENT_VARIABLE
 from deployer.protocol import JSON
 from deployer.serve.config import (
     LOG4J,
@@ -54,7 +55,6 @@ from deployer.serve.config import (
 from deployer.serve.java import INSTALL, find_java
 from deployer.serve.listening import stop_listening
 from deployer.serve.management import (
-    BUSY_FOLDER,
     FOLDER_PREFIX,
     STATE,
     Instance,
@@ -365,7 +365,7 @@ class Server:
         environment.pop(KEY_VARIABLE, None)
         if self._verify_key is not None:
             environment[KEY_VARIABLE] = str(self._verify_key)
-        environment["DEPLOYER_BUSY_FOLDER"] = str(folder / BUSY_FOLDER)
+        environment |= {FOLDER_VARIABLE: str(folder), MANAGEMENT_VARIABLE: self.management_url}
         environment["TS_OPEN_INFERENCE_PROTOCOL"] = "oip"  # opens the routes /v2/…; the bodies are the handler's
         log.info("starting TorchServe")
         with (folder / "logs" / "console.log").open("wb") as console:
