@@ -55,7 +55,7 @@ class DeployerHandler:
     def answer(self, batch: WireBatch) -> list[WireAnswer]:
         """The requests of one message, answered in order."""
         requests = [_request(request.headers, request.parameters) for request in batch]
-        return _wire(self.guard.answer(requests, lambda late: torchserve_codec.send_now(batch, _wire(late))))
+        return _wire(self.guard.answer(requests, lambda late: torchserve_codec.send_last(batch, _wire(late))))
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:
         """The same where TorchServe's own reader and writer are in use: one body per request, in order; status and

@@ -320,9 +320,24 @@ def test_a_storm_is_answered_or_refused_with_a_time_to_come_back(server: Server)
 
 
 def test_a_model_that_hangs_is_timed_out_by_name_and_replaced(server: Server) -> None:
-    hung = (server.describe("sleeper", "1.0") or {})["workers"][0]["pid"]
-    answer = ask(server, "/predictions/sleeper", b"1000", "text/plain")
-    assert answer.status_code == 504
+    hung = ready_worker(server)
+    later: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: later.append(ask(server, "/predictions/sleeper", b"0", "text/plain")))
+        for _ in range(5)
+    ]
+    answers = threading.Thread(
+        target=lambda: later.insert(0, ask(server, "/predictions/sleeper", b"1000", "text/plain"))
+    )
+    answers.start()
+    time.sleep(0.5)  # its run has begun; these wait in the queue
+    for thread in threads:
+        thread.start()
+    for thread in [answers, *threads]:
+        thread.join()
+    answer = next(one for one in later if one.status_code == 504)
+    assert len(later) == 6
+    assert sum(one.status_code >= 500 for one in later) <= 5  # it, and a batch of 4 that the frontend had sent after it
     error = failure(answer)
     assert isinstance(error, ServerError)
     assert re.search(r"\(504\): sleeper 1\.0 did not answer within 3 s.*--response-timeout-s", str(error))
@@ -373,7 +388,7 @@ def test_a_stop_answers_what_was_taken_and_refuses_the_rest(server: Server) -> N
     """Requests in a worker and in the queue are answered; who connects later is refused by the kernel; who keeps a
     connection gets one answer that closes it."""
     before = server.folder
-    path, content = "/predictions/sleeper", b"0.5"
+    path, content = "/predictions/sleeper", b"0.2"
     kept = httpx.Client(timeout=60, trust_env=False)
     headers = {"Authorization": f"Bearer {server.token}"}
     assert kept.get(f"{server.inference_url}/ping", headers=headers).status_code == 200

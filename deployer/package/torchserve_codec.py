@@ -19,6 +19,7 @@ the project is archived. Under any other version nothing is replaced.
 from __future__ import annotations
 
 import logging
+import select
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ VERSION = "0.12.0"
 _BUFFER_BYTES = 1 << 20
 _KEPT_BYTES = 1 << 24  # a buffer that one huge message made larger is given back
 _INT = struct.Struct("!i")
+_NEXT_BATCH_S = 0.5
 _END = _INT.pack(-1)
 _HEAD = _INT.pack(200) + _INT.pack(18) + b"Prediction success"
 
@@ -153,9 +155,15 @@ def _text(text: str) -> bytes:
 _connection: list[Any] = []  # that of the message that was read last
 
 
-def send_now(requests: Sequence[WireRequest], answers: Sequence[WireAnswer]) -> None:
-    """Answer a batch from another thread, in the place of the one that has it in hand and will never answer."""
+def send_last(requests: Sequence[WireRequest], answers: Sequence[WireAnswer]) -> None:
+    """Answer a batch from another thread, in the place of the one that has it in hand and will never answer; the worker
+    ends after that.
+
+    Requests that the frontend is gathering for a worker when that ends get no answer, those that it has sent get a 500.
+    So the next batch is waited for, for a moment.
+    """
     _connection[0].sendall(encode_answers(requests, answers))
+    select.select(_connection, [], [], _NEXT_BATCH_S)
 
 
 def install(answer: Callable[[WireBatch], Sequence[WireAnswer]]) -> bool:
