@@ -4,6 +4,7 @@ line. Nothing is assumed from a package being installed: what can be tried is tr
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -16,7 +17,11 @@ from deployer.errors import MachineError, first_line
 from deployer.formats import FORMATS
 from deployer.machine import architecture, cpu_features, cpu_name, gpu_fault, usable_cores
 from deployer.package import ENGINES
+from deployer.package.sbom import INSTALL as SBOM_INSTALL
 from deployer.serve.java import find_java, java_version
+from deployer.signature import INSTALL as SIGN_INSTALL
+from deployer.signature import MODULES as _SIGNATURES
+from deployer.tracing import INSTALL as OTEL_INSTALL
 from deployer.versions import version_of
 
 SCHEMA_VERSION = 1
@@ -45,7 +50,18 @@ class Diagnosis(msgspec.Struct, frozen=True):
 def examine() -> Diagnosis:
     """Look at this machine. Never raises for what it finds."""
     findings: list[Finding] = []
-    for check in (_machine, _torch, _onnxruntime, _torch_tensorrt, _formats, _engines, _java, _compiler, _containers):
+    for check in (
+        _machine,
+        _torch,
+        _onnxruntime,
+        _torch_tensorrt,
+        _formats,
+        _engines,
+        _extras,
+        _java,
+        _compiler,
+        _containers,
+    ):
         findings.extend(_guarded(check))
     return Diagnosis(tuple(findings))
 
@@ -161,6 +177,20 @@ def _engines() -> Iterator[Finding]:
             yield Finding(subject, "missing", f"lacks {', '.join(missing)}", engine.summary, engine.install)
         else:
             yield Finding(subject, "ok", version_of(engine.name) or "installed", engine.summary)
+
+
+def _extras() -> Iterator[Finding]:
+    """What stands around serving and is optional."""
+    told = (
+        ("signatures", _SIGNATURES, "model-signing", "--sign-key, --verify-key", SIGN_INSTALL),
+        ("bill of materials", ("cyclonedx",), "cyclonedx-python-lib", "NAME.mar.cdx.json", SBOM_INSTALL),
+        ("traces", ("opentelemetry",), "opentelemetry-sdk", "OpenTelemetry, by the OTEL_* variables", OTEL_INSTALL),
+    )
+    for subject, modules, distribution, needed_for, install in told:
+        if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+            yield Finding(subject, "missing", f"lacks {', '.join(missing)}", needed_for, install)
+        else:
+            yield Finding(subject, "ok", f"{distribution} {version_of(distribution)}", needed_for)
 
 
 def _java() -> Iterator[Finding]:

@@ -30,7 +30,7 @@ from deployer.files import atomic_file
 KEY_VARIABLE = "DEPLOYER_VERIFY_KEY"
 INSTALL = "pip install 'deployer[sign]'"
 
-_MODULES = ("model_signing", "OpenSSL")  # model-signing imports the second and does not declare it
+MODULES = ("model_signing", "OpenSSL")  # model-signing imports the second and does not declare it
 _SIGNATURE_LIMIT_BYTES = 16 * 2**20
 
 
@@ -141,5 +141,5 @@ def _no_key(option: str, path: Path, kind: str, error: Exception) -> UsageError:
 
 
 def _check_installed() -> None:
-    if missing := [name for name in _MODULES if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         raise MachineError(f"signatures need {', '.join(missing)}, which this machine lacks", install=INSTALL)

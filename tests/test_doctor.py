@@ -51,3 +51,12 @@ def test_each_builder_of_a_format_is_a_finding_of_its_own() -> None:
     found = {finding.subject: finding for finding in doctor._formats()}
     for subject, extra in (("format trt by onnx-rtx", "trt-rtx"), ("format trt by torch-trt", "trt")):
         assert found[subject].status == "ok" or f"deployer[{extra}]" in found[subject].install
+
+
+def test_what_is_optional_around_serving_is_told_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {finding.subject: finding.status for finding in doctor._extras()} == {
+        "signatures": "ok", "bill of materials": "ok", "traces": "ok",
+    }  # fmt: skip
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lines = [finding.install for finding in doctor._extras()]
+    assert lines == [f"pip install 'deployer[{extra}]'" for extra in ("sign", "sbom", "otel")]
