@@ -157,12 +157,12 @@ def environment_of_servers() -> Path:
     python = FOLDER / "venv" / "bin" / "python"
     done = FOLDER / "venv" / ".complete"
     requirements = SERVERS / "requirements.txt"
-    if not done.is_file() or done.stat().st_mtime < requirements.stat().st_mtime:
+    if not done.is_file() or done.read_bytes() != requirements.read_bytes():
         print(f"installing the other servers into {FOLDER / 'venv'}; once", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(FOLDER / "venv")], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "-r", str(requirements)], check=True)
-        done.touch()
+        shutil.copyfile(requirements, done)
     return python.absolute()
 
 
