@@ -3,6 +3,7 @@
 TorchServe's loader imports this file by its base name and wants exactly one class defined in it.
 """
 
+import gc
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from deployer.package import torchserve_codec
+from deployer.package import torchserve_pair
 from deployer.package.torchserve_codec import WireAnswer, WireBatch
 from deployer.package.torchserve_worker import Guard, Limits
 from deployer.predictor import SERIES, Predictor, Request, Response, growth
@@ -32,7 +33,15 @@ class DeployerHandler:
         logging.getLogger().setLevel(logging.WARNING)
         config = context.model_yaml_config or {}
         settings = config.get("deployer", {})
-        bundle = Path(context.system_properties["model_dir"]) / "bundle"
+        folder = Path(context.system_properties["model_dir"])
+        place: torchserve_pair.Computing | torchserve_pair.Passing | None = None
+        if torchserve_pair.is_worker():
+            alone = settings["workers"] == 1
+            place = torchserve_pair.take_place(folder) if alone else torchserve_pair.Computing()
+        if isinstance(place, torchserve_pair.Passing):
+            torchserve_pair.serve_by(place)
+            return
+        bundle = folder / "bundle"
         hooks = bundle.with_name("hooks") / "main.py"
         openapi = bundle.with_name("openapi.json")
         self.predictor = Predictor.open(
@@ -44,18 +53,25 @@ class DeployerHandler:
         )
         limits = Limits(
             config.get("batchSize", 1),
-            config.get("maxWorkers", 1),
+            settings.get("workers", 1),
             settings.get("response_timeout_s", math.inf),
             settings.get("max_queue_wait_s", math.inf),
         )
         self.guard = Guard(self.predictor, limits, os.environ)
-        torchserve_codec.install(self.answer)
+        self.place = place
+        if place is not None:
+            place.ready(self.answer, limits.batch_size)
+            torchserve_pair.serve_by(place)
+        gc.collect()
+        gc.freeze()  # what is there stays: later collections need not walk through torch
         threading.Thread(target=report, args=(self.predictor,), name="metrics", daemon=True).start()
 
     def answer(self, batch: WireBatch) -> list[WireAnswer]:
         """The requests of one message, answered in order."""
         requests = [_request(request.headers, request.parameters) for request in batch]
-        return _wire(self.guard.answer(requests, lambda late: torchserve_codec.send_last(batch, _wire(late))))
+        place = self.place
+        late = None if place is None else lambda answers: place.send_last(_wire(answers))
+        return _wire(self.guard.answer(requests, late))
 
     def handle(self, data: list[dict[str, Any]], context: Any) -> list[bytes]:
         """The same where TorchServe's own reader and writer are in use: one body per request, in order; status and

@@ -58,7 +58,9 @@ def rebuilt(archive: Path, target: Path, change: Callable[[dict[str, bytes]], No
     return target
 
 
-OWN_KEYS = ("intra_op_threads", "max_request_bytes", "max_response_bytes", "response_timeout_s", "max_queue_wait_s")
+OWN_KEYS = (
+    "workers", "intra_op_threads", "max_request_bytes", "max_response_bytes", "response_timeout_s", "max_queue_wait_s",
+)  # fmt: skip
 
 
 def with_config(archive: Path, target: Path, **changes: Any) -> Path:
@@ -454,7 +456,7 @@ def test_documents_that_are_none_are_refused(archive: Path, tmp_path: Path, name
         ({"maxBatchDelay": 0}, "maxBatchDelay: 0"),
         ({"batchSize": None}, "lacks 'batchSize'"),
         ({"minWorkers": 0}, "minWorkers: 0"),
-        ({"maxWorkers": 9}, "make them equal"),
+        ({"maxWorkers": 9}, "maxWorkers: 9; 2 is expected with 2 workers"),
         ({"deployer": None}, "section 'deployer'"),
         ({"deployer": {"intra_op_threads": 1}}, "section 'deployer'"),
         ({"deployer": {**dict.fromkeys(OWN_KEYS, 1), "intra_op_threads": 0}}, "intra_op_threads: 0"),

@@ -70,7 +70,7 @@ def server(archive: Path, sequence_archive: Path) -> Iterator[Server]:
         yield running
         folder, pid = running.folder, running.pid
         members = session_members(pid)
-    assert len(members) == 4  # the frontend, two workers of digits, one of sequence_first
+    assert len(members) == 5  # the frontend, two workers of digits, one of sequence_first and its second connection
     assert_gone(folder, pid)
 
 
@@ -295,7 +295,7 @@ def test_settings_in_effect_are_those_of_the_archive(server: Server) -> None:
     assert described is not None
     found = [described[key] for key in ("batchSize", "maxBatchDelay", "minWorkers", "maxWorkers")]
     assert found == [BATCH_SIZE, DELAY_MS, 2, 2]
-    assert [worker["status"] for worker in described["workers"]] == ["READY", "READY"]
+    assert [worker["status"] for worker in described["workers"]] == ["READY"] * 2
 
 
 def test_everything_listens_on_the_loopback_alone(server: Server) -> None:
@@ -351,21 +351,32 @@ def test_logs_stay_quiet_under_load(server: Server, digits_images: Array) -> Non
     assert worker_log.stat().st_size == before
 
 
-def test_a_killed_worker_comes_back(server: Server, digits_images: Array) -> None:
-    version = server.endpoints[0].version
-    described = server.describe("digits", version)
-    assert described is not None
-    victim = described["workers"][0]["pid"]
+@pytest.mark.parametrize(
+    ("model", "victims"), [("digits", "computes"), ("sequence_first", "computes"), ("sequence_first", "passes")]
+)
+def test_a_killed_worker_comes_back(server: Server, model: str, victims: str) -> None:
+    """One of several; of a pair, the one that computes, which takes the other along, and the one that passes its
+    connection on, which takes nothing along."""
+    endpoint = next(endpoint for endpoint in server.endpoints if endpoint.name == model)
+    version = endpoint.version
+    before = [entry["pid"] for entry in (server.describe(model, version) or {})["workers"]]
+    victim = next(pid for pid in before if has_model(pid) is (victims == "computes"))
     os.kill(victim, signal.SIGKILL)
 
     def recovered() -> bool:
-        workers = (server.describe("digits", version) or {}).get("workers", [])
+        workers = (server.describe(model, version) or {}).get("workers", [])
         ready = [worker["pid"] for worker in workers if worker["status"] == "READY"]
-        return len(ready) == 2 and victim not in ready
+        gone = set(before) if (model, victims) == ("sequence_first", "computes") else {victim}
+        return len(ready) == 2 and gone.isdisjoint(ready)
 
     wait_until(recovered)
-    for image in digits_images[:8]:
-        assert predict(server.endpoints[0].url, image, token=server.token).outputs["logits"].shape == (10,)
+    for _ in range(8):
+        assert predict(endpoint.url, endpoint.sample, token=server.token).outputs
+
+
+def has_model(pid: int) -> bool:
+    """Whether a worker's process has ONNX Runtime in its memory, which the digits bundle runs on."""
+    return "onnxruntime" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float = 60) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployer.package import torchserve_codec
-from deployer.package.torchserve_codec import Reader, WireAnswer, WireRequest, encode_answers, install
+from deployer.package.torchserve_codec import HungUpError, Reader, WireAnswer, WireRequest, encode_answers
 
 NAMES = st.text("abcdefghijklmnopqrstuvwxyzABCXYZ-", min_size=1, max_size=20)
 REQUESTS = st.lists(
@@ -67,7 +67,6 @@ def test_messages_are_read_as_torchserve_reads_them(first: Any, second: Any, len
     reader = Reader(lambda view: now.recv_into(view))
     for data in messages:  # the frontend sends the second when the first is answered
         now = Pieces(data, lengths)
-        assert reader.command() == b"I"
         ours = reader.batch()
         command, theirs = retrieve_msg(Pieces(data, lengths))
         assert command == b"I"
@@ -84,22 +83,25 @@ def test_bodies_larger_than_the_buffer_are_read_whole_and_their_room_is_given_ba
     body = bytes(range(256)) * (80 << 10)  # 20 MiB
     now = Pieces(message([("1", {}, {"body": body})]), [65_536])
     reader = Reader(lambda view: now.recv_into(view))
-    reader.command()
     assert reader.batch()[0].parameters["body"] == body
     assert len(reader._buffer) > len(body)
     now = Pieces(message([("2", {}, {"body": b"x"})]), [7])
-    reader.command()
     assert reader.batch()[0].parameters["body"] == b"x"
     assert len(reader._buffer) == torchserve_codec._BUFFER_BYTES
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 9, 40])
-def test_a_frontend_that_hangs_up_ends_the_worker(cut: int) -> None:
+def test_a_frontend_that_hangs_up_is_told_from_a_message(cut: int) -> None:
     now = Pieces(message([("1", {"a": "b"}, {"body": b"0123456789" * 3})])[:cut], [100])
     reader = Reader(lambda view: now.recv_into(view))
-    with pytest.raises(SystemExit) as ended:
-        _ = reader.command(), reader.batch()
-    assert ended.value.code == 0
+    with pytest.raises(HungUpError):
+        reader.batch()
+
+
+def test_a_command_that_is_no_request_is_refused() -> None:
+    now = Pieces(b"L" + bytes(100), [100])
+    with pytest.raises(ValueError, match="the command 'L'"):
+        Reader(lambda view: now.recv_into(view)).batch()
 
 
 ANSWERS = st.tuples(
@@ -160,28 +162,3 @@ def dissect(data: bytes) -> list[Any]:
         parts.append((request_id, content_type, status, phrase, headers, text()))
     assert place == len(data)
     return parts
-
-
-def test_nothing_is_replaced_outside_of_a_worker() -> None:
-    from ts.service import Service
-
-    before = Service.predict
-    assert install(lambda batch: []) is False
-    assert Service.predict is before
-
-
-def test_another_version_keeps_its_own_protocol(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    import sys
-
-    import ts
-    from ts.protocol import otf_message_handler
-    from ts.service import Service
-
-    before = Service.predict
-    worker = sys.modules["__main__"]
-    monkeypatch.setattr(worker, "retrieve_msg", otf_message_handler.retrieve_msg, raising=False)
-    monkeypatch.setattr(ts, "__version__", "0.13.0")
-    assert install(lambda batch: []) is False
-    assert "TorchServe 0.13.0 is not 0.12.0" in caplog.text
-    assert Service.predict is before
-    assert worker.retrieve_msg is otf_message_handler.retrieve_msg  # type: ignore[attr-defined]

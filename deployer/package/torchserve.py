@@ -43,6 +43,7 @@ from deployer.package.mar import (
 )
 from deployer.package.record import Engine, HookFiles
 from deployer.package.settings import Settings
+from deployer.package.torchserve_pair import CONNECTIONS
 from deployer.runtime import device_fault
 from deployer.signature import KEY_VARIABLE, sign, signature_of
 from deployer.spec import ModelSpec
@@ -59,7 +60,9 @@ OWN_KEY = "deployer"
 _RESPONSE_TIMEOUT_MARGIN_S = 5  # the worker itself is first, and says what happened
 _STARTUP_TIMEOUT_S = 300
 _CHECK_TIMEOUT_S = 600
-_OWN_KEYS = ("intra_op_threads", "max_request_bytes", "max_response_bytes", "response_timeout_s", "max_queue_wait_s")
+_OWN_KEYS = (
+    "workers", "intra_op_threads", "max_request_bytes", "max_response_bytes", "response_timeout_s", "max_queue_wait_s",
+)  # fmt: skip
 
 #: every key of model-config.yaml that TorchServe 0.12 reads; it drops others, and values of another type, in silence
 _TORCHSERVE_KEYS: dict[str, type] = {
@@ -172,8 +175,8 @@ def model_config(settings: Settings) -> str:
     """The text of model-config.yaml."""
     return yaml.safe_dump(
         {
-            "minWorkers": settings.workers,
-            "maxWorkers": settings.workers,
+            "minWorkers": connections(settings),
+            "maxWorkers": connections(settings),
             "batchSize": settings.batch_size,
             "maxBatchDelay": settings.max_batch_delay_ms,
             "responseTimeout": settings.response_timeout_s + _RESPONSE_TIMEOUT_MARGIN_S,
@@ -205,16 +208,25 @@ def read_settings(mar: Mar) -> Settings:
     own = config.get(OWN_KEY)
     if not isinstance(own, dict) or sorted(own) != sorted(_OWN_KEYS):
         raise UsageError(f"{where} needs the section '{OWN_KEY}' with {', '.join(_OWN_KEYS)}; package the bundle again")
-    workers = _positive(config, "minWorkers", where)
-    if _positive(config, "maxWorkers", where) != workers:
-        raise UsageError(f"{where} has minWorkers {workers} and maxWorkers {config['maxWorkers']}; make them equal")
-    return Settings(
+    settings = Settings(
         batch_size=_positive(config, "batchSize", where),
         max_batch_delay_ms=_positive(config, "maxBatchDelay", where),
-        workers=workers,
         job_queue_size=_positive(config, "jobQueueSize", where),
         **{key: _positive(own, key, f"{where}, section '{OWN_KEY}',") for key in _OWN_KEYS},
     )
+    for key in ("minWorkers", "maxWorkers"):
+        if _positive(config, key, where) != connections(settings):
+            raise UsageError(
+                f"{where} has {key}: {config[key]}; {connections(settings)} is expected with {settings.workers} "
+                f"workers ({CONNECTIONS} for a single one)"
+            )
+    return settings
+
+
+def connections(settings: Settings) -> int:
+    """How many workers TorchServe is told of: one that is alone has two connections, so that it never waits for the
+    frontend (`deployer.package.torchserve_pair`)."""
+    return CONNECTIONS if settings.workers == 1 else settings.workers
 
 
 def _positive(config: dict[str, Any], key: str, where: str) -> int:

@@ -13,30 +13,23 @@ small model does. Here a message is read as it lies in the socket. The frontend 
 answered, so reading ahead reads nothing of another.
 
 The protocol was read off `ts/protocol/otf_message_handler.py` and `ts/service.py` of that version, which is the last:
-the project is archived. Under any other version nothing is replaced.
+the project is archived.
 """
 
 from __future__ import annotations
 
-import logging
-import select
 import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any
-
-log = logging.getLogger(__name__)
-
-VERSION = "0.12.0"
 
 _BUFFER_BYTES = 1 << 20
 _KEPT_BYTES = 1 << 24  # a buffer that one huge message made larger is given back
 _INT = struct.Struct("!i")
 _NEXT_BATCH_S = 0.5
 _END = _INT.pack(-1)
+_PREDICT = ord("I")
 _HEAD = _INT.pack(200) + _INT.pack(18) + b"Prediction success"
 
 
@@ -58,8 +51,12 @@ class WireAnswer:
     body: bytes
 
 
+class HungUpError(Exception):
+    """The other side has closed the connection."""
+
+
 class WireBatch(list[WireRequest]):
-    """The requests of one message; its type tells it from what TorchServe's own reader makes."""
+    """The requests of one message."""
 
 
 class Reader:
@@ -71,19 +68,17 @@ class Reader:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
 
-    def command(self) -> bytes:
-        """The byte that a message begins with. Ends the worker when the frontend has hung up, as TorchServe does."""
+    def batch(self) -> WireBatch:
+        """The requests of the next message. Raises HungUpError when there is none any more."""
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _KEPT_BYTES:
                 self._buffer = bytearray(_BUFFER_BYTES)
                 self._view = memoryview(self._buffer)
         self._need(1)
-        self._start += 1
-        return bytes(self._view[self._start - 1 : self._start])
-
-    def batch(self) -> WireBatch:
-        """The requests that follow the command."""
+        command, self._start = self._buffer[self._start], self._start + 1
+        if command != _PREDICT:
+            raise ValueError(f"the frontend sent the command {chr(command)!r} to a worker that has its model")
         requests = WireBatch()
         while (id_bytes := self._number()) != -1:
             request_id = self._take(id_bytes)
@@ -127,7 +122,7 @@ class Reader:
         while self._end - self._start < count:
             received = self._recv_into(self._view[self._end :])
             if received == 0:
-                sys.exit(0)
+                raise HungUpError
             self._end += received
 
 
@@ -150,51 +145,3 @@ def _answer_head(content_type: str, status: int, headers: tuple[tuple[str, str],
 def _text(text: str) -> bytes:
     data = text.encode()
     return _INT.pack(len(data)) + data
-
-
-_connection: list[Any] = []  # that of the message that was read last
-
-
-def send_last(requests: Sequence[WireRequest], answers: Sequence[WireAnswer]) -> None:
-    """Answer a batch from another thread, in the place of the one that has it in hand and will never answer; the worker
-    ends after that.
-
-    Requests that the frontend is gathering for a worker when that ends get no answer, those that it has sent get a 500.
-    So the next batch is waited for, for a moment.
-    """
-    _connection[0].sendall(encode_answers(requests, answers))
-    select.select(_connection, [], [], _NEXT_BATCH_S)
-
-
-def install(answer: Callable[[WireBatch], Sequence[WireAnswer]]) -> bool:
-    """Answer the messages of this worker by `answer`; False, and nothing is replaced, where this process is none of
-    TorchServe's workers or of another version."""
-    import ts
-    from ts.protocol import otf_message_handler
-    from ts.service import Service
-
-    worker = sys.modules["__main__"]
-    if getattr(worker, "retrieve_msg", None) is not otf_message_handler.retrieve_msg:
-        return False
-    if ts.__version__ != VERSION:
-        log.warning("TorchServe %s is not %s, whose protocol is known: it is served slower", ts.__version__, VERSION)
-        return False
-    readers: dict[int, Reader] = {}
-
-    def retrieve_msg(connection: Any) -> tuple[bytes, Any]:
-        _connection[:] = [connection]
-        reader = readers.get(id(connection))
-        if reader is None:
-            readers.clear()
-            reader = readers[id(connection)] = Reader(connection.recv_into)
-        command = reader.command()
-        if command != otf_message_handler.PREDICT_MSG:
-            raise ValueError(f"the frontend sent the command {command!r} to a worker that has its model")
-        return command, reader.batch()
-
-    def predict(_service: Any, batch: WireBatch) -> bytes:
-        return encode_answers(batch, answer(batch))
-
-    worker.retrieve_msg = retrieve_msg  # type: ignore[attr-defined]
-    Service.predict = predict
-    return True

@@ -31,7 +31,7 @@ from deployer.bundle import MANIFEST, Bundle, read_bundle
 from deployer.errors import BundleError, GateError, ServerError, UsageError, first_line, nearest
 from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.settings import Settings
-from deployer.package.torchserve import read_mar, read_settings
+from deployer.package.torchserve import connections, read_mar, read_settings
 from deployer.package.torchserve_worker import BUSY_FOLDER
 from deployer.parity import verify
 from deployer.runtime import preflight
@@ -221,15 +221,16 @@ class Instance:
             raise ServerError(f"the server did not take {label}: {response.status_code} {response.text[:200]}")
         try:
             deadline = time.monotonic() + timeout_s
+            wanted = connections(settings)
             log.info("waiting for %d workers of %s", settings.workers, label)
             while True:
                 described = (self.management.describe(mar.name, mar.version) or [{}])[0]
                 ready = [worker.get("status") for worker in described.get("workers", [])].count("READY")
-                if ready >= settings.workers:
+                if ready >= wanted:
                     break
                 if time.monotonic() > deadline:
                     raise GateError(
-                        f"{label} was not ready within {timeout_s:g} s: {ready} of {settings.workers} workers; "
+                        f"{label} was not ready within {timeout_s:g} s: {ready} of {wanted} workers; "
                         f"{last_words(self.folder / 'logs')}"
                     )
                 time.sleep(_ADD_POLL_S)
@@ -344,8 +345,8 @@ def check_effective(described: dict[str, Any], mar: Mar, settings: Settings) -> 
     asked = {
         "batchSize": settings.batch_size,
         "maxBatchDelay": settings.max_batch_delay_ms,
-        "minWorkers": settings.workers,
-        "maxWorkers": settings.workers,
+        "minWorkers": connections(settings),
+        "maxWorkers": connections(settings),
     }
     for key, value in asked.items():
         if described.get(key) != value:

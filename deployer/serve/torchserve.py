@@ -37,7 +37,7 @@ from deployer.files import lock_folder
 from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.probe import Probe, make_probes
 from deployer.package.settings import Settings
-from deployer.package.torchserve import read_mar, read_settings
+from deployer.package.torchserve import connections, read_mar, read_settings
 from deployer.package.torchserve_worker import BUSY_FOLDER, FOLDER_VARIABLE, MANAGEMENT_VARIABLE
 from deployer.protocol import JSON
 from deployer.serve.config import (
@@ -390,15 +390,16 @@ class Server:
     def _wait_for_workers(self, entry: Served, deadline: float) -> None:
         """Until every worker of a model is READY by the management API. A worker that dies ends the wait."""
         label = f"{entry.mar.name} {entry.mar.version}"
+        wanted = connections(entry.settings)
         log.info("waiting for %d workers of %s", entry.settings.workers, label)
         while True:
             self._check_alive()
             self._check_logs()
             described = self.describe(entry.mar.name, entry.mar.version) or {}
             states = [worker.get("status") for worker in described.get("workers", [])]
-            if states.count("READY") >= entry.settings.workers:
+            if states.count("READY") >= wanted:
                 return
-            self._check_deadline(deadline, f"{label} has {states.count('READY')} of {entry.settings.workers} workers")
+            self._check_deadline(deadline, f"{label} has {states.count('READY')} of {wanted} connections to workers")
             time.sleep(_POLL_S)
 
     def _check_alive(self) -> None:
