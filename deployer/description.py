@@ -119,12 +119,16 @@ def _refusals() -> Schema:
         "413": ("The body is larger than the model takes.", {"anyOf": [own, server]}),
         "415": ("That content type, charset or compression is not understood.", own),
         "500": ("The model failed on this request, or its worker died.", {"anyOf": [own, server]}),
-        "503": ("The queue is full, or no worker is there.", server),
+        "503": ("Too many wait, the queue is full, or no worker is there.", {"anyOf": [own, server]}),
+        "504": ("The model did not answer in time.", own),
     }
-    return {
+    refusals: Schema = {
         status: {"description": words, "content": {JSON: {"schema": schema}}}
         for status, (words, schema) in told.items()
     }
+    retry = {"description": "seconds after which to come back", "schema": {"type": "integer", "minimum": 1}}
+    refusals["503"]["headers"] = {"Retry-After": retry}
+    return refusals
 
 
 def _bodies(spec: ModelSpec, hooks: bool) -> Schema:

@@ -22,6 +22,7 @@ from deployer.bundle import read_bundle
 from deployer.description import METADATA, OPENAPI, OPENAPI_TYPE, Routes, encode, model_metadata, openapi
 from deployer.package import package
 from deployer.package.mar import read_mar
+from deployer.package.torchserve_worker import Guard, Limits
 from deployer.predictor import Predictor, Request
 from deployer.protocol import JSON, encode_request
 from deployer.serve import Server
@@ -111,6 +112,17 @@ def test_declared_ranges_and_dims_are_in_the_schema() -> None:
     assert not check({"ids": [[0, 1, 2]] * 9})
     assert not check({"ids": []})
     assert not check({"idz": [[0, 1, 2]]})
+
+
+def test_refusals_of_overload_and_of_a_model_that_hangs_are_in_the_document() -> None:
+    limits = Limits(batch_size=4, workers=1, max_queue_wait_s=1, response_timeout_s=60)
+    guard = Guard(predictor_of("lookup"), limits, {})
+    responses = openapi(MODELS["lookup"][0], ROUTES)["paths"]["/p"]["post"]["responses"]
+    for response in (guard._refusal(3), guard._timeout()):
+        told = responses[str(response.status)]
+        assert set(response.headers) <= set(told.get("headers", ()))
+        validator(MODELS["lookup"][0], "Error").validate(json.loads(response.body))
+    assert Draft202012Validator(responses["503"]["headers"]["Retry-After"]["schema"]).is_valid(3)
 
 
 def test_metadata_has_minus_one_for_what_is_not_fixed() -> None:

@@ -25,11 +25,13 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from torch import Tensor, nn
 
 from deployer.checkpoint import load_checkpoint
 from deployer.client import failure
-from deployer.errors import GateError, ServerError, UsageError
+from deployer.errors import GateError, IntegrityError, ServerError, UsageError
 from deployer.export import export
 from deployer.formats import Target
 from deployer.package import HookFiles, package
@@ -236,6 +238,17 @@ def test_an_archive_that_answers_wrongly_is_not_added(
         closed.add(archives["scale 1.0"], 100)
     with pytest.raises(UsageError, match="nothing can be removed"):
         closed.remove("scale", "2.0", 0)
+    signed = find_instance(server.folder)
+    signed.state = msgspec.structs.replace(signed.state, verify_key=__file__)
+    with pytest.raises(UsageError, match=r"is no public key in PEM"):
+        signed.add(archives["scale 1.0"], 100)
+    key = tmp_path / "pub.pem"
+    private = ec.generate_private_key(ec.SECP256R1())
+    key.write_bytes(private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    signed.state = msgspec.structs.replace(signed.state, verify_key=str(key))
+    with pytest.raises(IntegrityError, match="is not signed"):
+        signed.add(archives["scale 1.0"], 100)
+    assert versions(instance) == {name: held for name, held in before.items() if name != "scale 1.0"}
     small = find_instance(server.folder)
     small.state = msgspec.structs.replace(small.state, max_request_bytes=1000)
     with pytest.raises(UsageError, match=r"needs max_request_bytes 6553500, and the server was started with 1000"):
@@ -253,6 +266,7 @@ def test_with_changes_allowed_nothing_is_fetched_and_nothing_read_from_elsewhere
         place = f"127.0.0.1:{stranger.getsockname()[1]}"
         urls = [
             f"http://{place}/scale.mar", f"https://{place}/scale.mar", f"ftp://{place}/scale.mar",
+            f"file:///nonexistent/..{archives['scale 1.0']}",
             f"file://{archives['scale 1.0']}", str(archives["scale 1.0"]), "../config.properties",
             "../store/../../x.mar", f"jar:http://{place}/scale.mar!/", "s3://bucket/scale.mar",
         ]  # fmt: skip

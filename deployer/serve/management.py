@@ -208,6 +208,7 @@ class Instance:
             self._register(name, mar, settings, bundle, timeout_s)
         except BaseException:
             stored.unlink(missing_ok=True)
+            signature_of(stored).unlink(missing_ok=True)
             raise
         finally:
             shutil.rmtree(unpacked, ignore_errors=True)
