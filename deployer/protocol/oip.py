@@ -159,7 +159,7 @@ def _array(entry: _Input, tensor: TensorSpec, rest: memoryview) -> tuple[Array, 
     flat = np.frombuffer(rest[:size_bytes], dtype=dtype)
     if dtype.kind == "b" and (flat.view(np.uint8) > 1).any():
         raise bad_array(tensor, "has bools in bytes other than 0 and 1", "other bytes")
-    return flat.reshape(entry.shape).astype(dtype.newbyteorder("="), copy=False), size_bytes
+    return _reshaped(flat, entry.shape, tensor).astype(dtype.newbyteorder("="), copy=False), size_bytes
 
 
 def _shaped(array: Array, shape: Sequence[int], count: int, tensor: TensorSpec) -> Array:
@@ -167,8 +167,16 @@ def _shaped(array: Array, shape: Sequence[int], count: int, tensor: TensorSpec) 
     if list(array.shape) == list(shape):
         return array
     if array.ndim == 1 and array.size == count:
-        return array.reshape(shape)
+        return _reshaped(array, shape, tensor)
     raise bad_array(tensor, f"has the shape {list(shape)} and data of the shape {list(array.shape)}", "other data")
+
+
+def _reshaped(array: Array, shape: Sequence[int], tensor: TensorSpec) -> Array:
+    """An empty array may claim any sizes beside its 0, those that no array can have among them."""
+    try:
+        return array.reshape(shape)
+    except (ValueError, OverflowError) as error:
+        raise bad_array(tensor, f"has a shape that no array can have ({error})", str(list(shape))[:200]) from error
 
 
 def _check_parameters(parameters: dict[str, Any], known: Sequence[str], where: str) -> None:
