@@ -266,8 +266,8 @@ def test_with_changes_allowed_nothing_is_fetched_and_nothing_read_from_elsewhere
         place = f"127.0.0.1:{stranger.getsockname()[1]}"
         urls = [
             f"http://{place}/scale.mar", f"https://{place}/scale.mar", f"ftp://{place}/scale.mar",
-            f"file:///nonexistent/..{archives['scale 1.0']}",
-            f"file://{archives['scale 1.0']}", str(archives["scale 1.0"]), "../config.properties",
+            f"file:///nonexistent/..{archives['scale 1.0']}", f"file://{archives['scale 1.0']}",
+            str(archives["scale 1.0"]), "../config.properties",
             "../store/../../x.mar", f"jar:http://{place}/scale.mar!/", "s3://bucket/scale.mar",
         ]  # fmt: skip
         for url in urls:

@@ -326,10 +326,12 @@ def test_models_cannot_be_registered_or_removed_over_http(server: Server, archiv
         "../store/0.mar",
         "0.mar",
     ):
-        response = httpx.post(
-            f"{server.management_url}/models", params={"url": url, "model_name": "new"}, headers=owner, trust_env=False
-        )
-        assert response.status_code >= 400
+        for path in ("/models", "/workflows"):
+            response = httpx.post(
+                server.management_url + path, params={"url": url, "model_name": "new"}, headers=owner, trust_env=False
+            )
+            assert response.status_code >= 400, (path, url)
+    assert sorted(path.name for path in (server.folder / "store").iterdir()) == ["0.mar", "1.mar"]  # nothing was copied
     version = server.endpoints[0].version
     removed = httpx.delete(f"{server.management_url}/models/digits/{version}", headers=owner, trust_env=False)
     assert removed.status_code >= 400

@@ -89,7 +89,7 @@ def properties() -> dict[str, str]:
         ("enable_envvars_config", "false"),  # else TS_… of the environment wins over this file
         ("disable_token_authorization", "false"),
         ("enable_model_api", "false"),
-        ("allowed_urls", "file:///nonexistent/.*"),  # the default matches everything (CVE-2023-43654)
+        ("allowed_urls", "(?!)"),  # nothing; the default matches everything (CVE-2023-43654)
         ("install_py_dep_per_model", "false"),
         ("max_request_size", "14000000"),
         ("max_response_size", "8000000"),

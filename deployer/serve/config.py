@@ -60,7 +60,7 @@ def config_properties(
         "enable_envvars_config": "false",
         "disable_token_authorization": "false",
         "token_expiration_min": _CENTURY_MIN,
-        "allowed_urls": "file:///nonexistent/.*",
+        "allowed_urls": "(?!)",  # matches nothing; of a prefix that matches, /workflows copies before it refuses `..`
         "decode_input_request": "false",
         "install_py_dep_per_model": "false",
         "max_request_size": min(2 * max_request_bytes, _JAVA_INT_MAX),
