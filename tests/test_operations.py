@@ -24,13 +24,16 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from torch import Tensor, nn
 
+from deployer.bench import HttpRow, bench
 from deployer.checkpoint import load_checkpoint
 from deployer.client import failure
+from deployer.compare import compare
 from deployer.errors import GateError, IntegrityError, ServerError, UsageError
 from deployer.export import export
 from deployer.formats import Target
@@ -216,6 +219,28 @@ def test_a_version_in_use_and_the_default_are_not_removed(server: Server, archiv
     assert load.failures == []
 
 
+def test_requests_are_split_among_versions_and_versions_are_compared(server: Server, tmp_path: Path) -> None:
+    url = f"{server.inference_url}/predictions/scale"
+    (tmp_path / "x.json").write_text('{"x": [[1, 2, 3]]}')
+    np.savez(tmp_path / "x.npz", x=np.arange(1, 31, dtype=np.float32).reshape(10, 3))
+    report = bench(
+        url, input_path=tmp_path / "x.json", concurrency=[2], requests=100, split="1.0=50,2.0=50",
+        token_file=server.token_file,
+    )  # fmt: skip
+    rows = [row for row in report.rows if isinstance(row, HttpRow)]
+    assert [(row.version, row.ok == row.requests) for row in rows] == [("1.0", True), ("2.0", True)]
+    assert sum(row.requests for row in rows) == 100
+    assert all(25 <= row.requests <= 75 for row in rows)  # five standard deviations
+    with pytest.raises(UsageError, match=r"no version 1\.1 of this model"):
+        bench(url, input_path=tmp_path / "x.json", requests=9, split="1.0=1,1.1=1", token_file=server.token_file)
+    tokens = {"token_a": server.token, "token_b": server.token}
+    same = compare(f"{url}/2.0", url, tmp_path / "x.npz", max_abs_error=0, **tokens)
+    assert (same.passed, same.bit_equal, same.answered) == (True, 10, 10)
+    other = compare(f"{url}/1.0", f"{url}/2.0", tmp_path / "x.npz", max_abs_error=29, **tokens)
+    assert (other.bit_equal, other.disagreements) == (0, 1)  # the last row alone holds 30
+    assert (other.outputs["output"].max_abs_error, other.outputs["output"].max_rel_error) == (30, 0.5)
+
+
 def test_an_archive_that_answers_wrongly_is_not_added(
     server: Server, archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,23 +360,11 @@ def test_a_storm_is_answered_or_refused_with_a_time_to_come_back(server: Server)
 
 def test_a_model_that_hangs_is_timed_out_by_name_and_replaced(server: Server) -> None:
     hung = ready_worker(server)
-    later: list[httpx.Response] = []
-    threads = [
-        threading.Thread(target=lambda: later.append(ask(server, "/predictions/sleeper", b"0", "text/plain")))
-        for _ in range(12)
-    ]
-    answers = threading.Thread(
-        target=lambda: later.insert(0, ask(server, "/predictions/sleeper", b"1000", "text/plain"))
-    )
-    answers.start()
-    time.sleep(0.5)  # its run has begun; these wait in the queue
-    for thread in threads:
-        thread.start()
-    for thread in [answers, *threads]:
-        thread.join()
-    answer = next(one for one in later if one.status_code == 504)
-    assert len(later) == 13
-    assert sum(one.status_code >= 500 for one in later) <= 9  # it, and a batch of 4 that was sent over each connection
+    answers = Queue(server, "1000", 12).join()
+    [answer] = [one for one in answers if one.status_code == 504]
+    # It, and a batch of 4 that the frontend had sent over each connection.
+    assert sum(one.status_code >= 500 for one in answers) <= 9
+    assert sum(one.status_code == 200 for one in answers) >= 4
     error = failure(answer)
     assert isinstance(error, ServerError)
     assert re.search(r"\(504\): sleeper 1\.0 did not answer within 3 s.*--response-timeout-s", str(error))
@@ -359,43 +372,63 @@ def test_a_model_that_hangs_is_timed_out_by_name_and_replaced(server: Server) ->
     assert ask(server, "/predictions/sleeper", b"0", "text/plain").status_code == 200
 
 
-def test_a_killed_worker_leaves_no_request_without_an_answer(server: Server) -> None:
+def test_a_killed_worker_leaves_no_request_without_an_answer(server: Server, tmp_path: Path) -> None:
     """Those that it had get a 5xx, those in the queue are answered by the one that comes; /ping says Healthy all the
     while, the management API does not."""
-    workers = (server.describe("sleeper", "1.0") or {})["workers"]
-    victim = next(worker["pid"] for worker in workers if has_model(worker["pid"]))
-    answers: list[httpx.Response] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(ask(server, "/predictions/sleeper", b"0.2", "text/plain")))
-        for _ in range(14)
-    ]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: (server.describe("sleeper", "1.0") or {})["jobQueueStatus"]["pendingRequests"] >= 6)
+    (tmp_path / server.folder.name).symlink_to(server.folder)
+    victim = ready_worker(server)
+    assert victim is not None
+    queue = Queue(server, "2.5", 7)
     os.kill(victim, signal.SIGKILL)
     wait_until(lambda: ready_worker(server) is None)
     owner = {"Authorization": f"Bearer {server.token}"}
     assert httpx.get(f"{server.inference_url}/ping", headers=owner, trust_env=False).json() == {"status": "Healthy"}
-    assert "sleeper 1.0 has no worker that is ready" in healthcheck.reason(server.folder.parent)
-    for thread in threads:
-        thread.join()
+    wait_until(lambda: "sleeper 1.0 has no worker that is ready" in healthcheck.reason(tmp_path))
+    answers = queue.join()
     counts = Counter(answer.status_code // 100 for answer in answers)
-    assert set(counts) == {2, 5}
-    assert (counts.total(), 1 <= counts[5] <= 8) == (
-        14,
-        True,
-    )  # those of one run, and the next over the other connection
+    assert counts[2] + counts[5] == 8
+    assert 1 <= counts[5] <= 5  # that in its hands, and a batch that lay in its other connection
     for answer in answers:
         if answer.status_code != 200:
             assert "the worker that had the request died" in str(failure(answer))
     assert ready_worker(server) not in (None, victim)
-    wait_until(lambda: healthcheck.reason(server.folder.parent) == "")
+    wait_until(lambda: healthcheck.reason(tmp_path) == "")
+
+
+class Queue:
+    """A request for `seconds` in the worker's hands, and `more` short ones that the frontend has taken behind it."""
+
+    def __init__(self, server: Server, seconds: str, more: int) -> None:
+        self.answers: list[httpx.Response] = []
+        self._server = server
+        texts = [seconds.encode(), *[b"0.05"] * more]
+        self._threads = [threading.Thread(target=self._ask, args=(text,)) for text in texts]
+        taken = requests_taken(server)
+        self._threads[0].start()
+        time.sleep(0.3)
+        for thread in self._threads[1:]:
+            thread.start()
+        wait_until(lambda: requests_taken(server) == taken + 1 + more)
+
+    def _ask(self, text: bytes) -> None:
+        self.answers.append(ask(self._server, "/predictions/sleeper", text, "text/plain"))
+
+    def join(self) -> list[httpx.Response]:
+        for thread in self._threads:
+            thread.join()
+        return self.answers
+
+
+def requests_taken(server: Server) -> float:
+    text = httpx.get(server.metrics_url, trust_env=False).text
+    return sum(map(float, re.findall(r'^ts_inference_requests_total\{model_name="sleeper".*\} (\S+)$', text, re.M)))
 
 
 def ready_worker(server: Server) -> int | None:
-    """The process that answers for the sleeper, if there is one."""
+    """The process that answers for the sleeper, if there is one: of two connections one has no model behind it."""
     workers = (server.describe("sleeper", "1.0") or {})["workers"]
-    return next((worker["pid"] for worker in workers if worker["status"] == "READY"), None)
+    ready = [worker["pid"] for worker in workers if worker["status"] == "READY"]
+    return next((pid for pid in ready if psutil.pid_exists(pid) and has_model(pid)), None)
 
 
 # --------------------------------------------------------------------------------------------------------- the last act
@@ -405,18 +438,11 @@ def test_a_stop_answers_what_was_taken_and_refuses_the_rest(server: Server) -> N
     """Requests in a worker and in the queue are answered; who connects later is refused by the kernel; who keeps a
     connection gets one answer that closes it."""
     before = server.folder
-    path, content = "/predictions/sleeper", b"0.1"
     kept = httpx.Client(timeout=60, trust_env=False)
     headers = {"Authorization": f"Bearer {server.token}"}
     assert kept.get(f"{server.inference_url}/ping", headers=headers).status_code == 200
-    taken: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: taken.append(ask(server, path, content, "text/plain"))) for _ in range(14)
-    ]
     url = server.inference_url
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: (server.describe("sleeper", "1.0") or {})["jobQueueStatus"]["pendingRequests"] >= 6)
+    queue = Queue(server, "2.5", 7)
     stopping = threading.Thread(target=server.stop)
     stopping.start()
     wait_until(lambda: refused(url))
@@ -424,9 +450,8 @@ def test_a_stop_answers_what_was_taken_and_refuses_the_rest(server: Server) -> N
     wait_until(lambda: kept.get(f"{url}/ping", headers=headers).status_code == 400)
     with pytest.raises(httpx.ConnectError):
         kept.get(f"{url}/ping", headers=headers)
-    for thread in [*threads, stopping]:
-        thread.join()
-    assert [answer.status_code for answer in taken] == [200] * 14
+    assert [answer.status_code for answer in queue.join()] == [200] * 8
+    stopping.join()
     assert not before.exists()
 
 

@@ -40,6 +40,8 @@ def bench(
     body: str | None = None,
     timeout_s: float | None = None,
     duration_s: float | None = None,
+    split: str | None = None,
+    seed: int | None = None,
 ) -> BenchReport:
     """Measure `target`: a bundle's folder in this process, or a URL over HTTP.
 
@@ -51,7 +53,7 @@ def bench(
     of_bundle = {"batch_sizes": batch_sizes, "threads": threads}
     of_url = {
         "concurrency": concurrency, "requests": requests, "input_path": input_path, "bundle": bundle,
-        "token_file": token_file, "body": body, "timeout_s": timeout_s,
+        "token_file": token_file, "body": body, "timeout_s": timeout_s, "split": split, "seed": seed,
     }  # fmt: skip
     over_http = is_url(target)
     _refuse_foreign("URL" if over_http else "bundle", of_bundle if over_http else of_url)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,28 +33,49 @@ class Outcome:
     status: int | None = None
     body: bytes = b""
     detail: str = ""
+    #: the version that it was sent to, "" where none is named
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where requests go: a URL for each version, and whose turn it is. Of one URL the version is ""."""
+
+    urls: Mapping[str, str]
+    draw: Callable[[], str]
 
 
 class Sender:
     """Sends one request at a time for whoever asks, over connections that are kept alive and counted."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, bodies: Sequence[bytes], connections: Callable[[], int]
+        self,
+        session: aiohttp.ClientSession,
+        route: Route,
+        bodies: Sequence[bytes],
+        connections: Callable[[], int],
     ) -> None:
         self._session = session
-        self._url = url
+        self._route = route
         self._bodies = bodies
         self._turns = itertools.count()
         #: how many connections were opened until now
         self.connections = connections
 
     async def send(self) -> Outcome:
-        """The next payload in turn; every failure of the request is an outcome, none is raised."""
+        """The next payload in turn, to the version whose turn it is; every failure is an outcome,
+        none is raised."""
+        return await self.send_to(self._route.draw())
+
+    async def send_to(self, version: str) -> Outcome:
+        """The next payload in turn, to this version."""
         payload = next(self._turns) % len(self._bodies)
         status, body, failure, detail = None, b"", "", ""
         started = time.perf_counter()
         try:
-            async with self._session.post(self._url, data=self._bodies[payload], allow_redirects=False) as answer:
+            async with self._session.post(
+                self._route.urls[version], data=self._bodies[payload], allow_redirects=False
+            ) as answer:
                 status = answer.status
                 body = await answer.read()
         except TimeoutError:
@@ -64,12 +85,12 @@ class Sender:
         ended = time.perf_counter()
         if not failure and status is not None and not 200 <= status < 300:
             failure, detail = "status", f"{status}: {describe(body)}"
-        return Outcome(payload, (ended - started) * 1e3, ended, failure, status, body, detail)
+        return Outcome(payload, (ended - started) * 1e3, ended, failure, status, body, detail, version)
 
 
 @asynccontextmanager
 async def open_sender(
-    url: str, headers: dict[str, str], traffic: Traffic, concurrency: int, timeout_s: float
+    route: Route, headers: dict[str, str], traffic: Traffic, concurrency: int, timeout_s: float
 ) -> AsyncIterator[Sender]:
     """One session for one row, with a connection for each client."""
     connections = 0
@@ -87,7 +108,7 @@ async def open_sender(
         headers=headers,
         trace_configs=[trace],
     ) as session:
-        yield Sender(session, url, traffic.bodies, lambda: connections)
+        yield Sender(session, route, traffic.bodies, lambda: connections)
 
 
 async def closed_loop(

@@ -11,9 +11,10 @@ import asyncio
 import gc
 import itertools
 import logging
+import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,12 +24,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from deployer.bench.load import Outcome, Sender, closed_loop, open_sender, watch_lag
+from deployer.bench.load import Outcome, Route, Sender, closed_loop, open_sender, watch_lag
 from deployer.bench.payloads import Checker, FirstAnswer, Traffic, describe, make_traffic
 from deployer.bench.record import BenchReport, HttpRow, Warmup, command_line, environment
 from deployer.bench.statistics import is_steady, per_second, percentile, summarize
 from deployer.client import failure
 from deployer.errors import ServerError, UsageError, first_line
+from deployer.split import Split, check_versions
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ def bench_url(
     token_file: str | Path | None = None,
     timeout_s: float = 60.0,
     warmup_max_s: float = 10.0,
+    split: str | None = None,
+    seed: int = 0,
 ) -> BenchReport:
     """Measure the model that answers POST requests at `url`, a row for each concurrency.
 
@@ -72,6 +76,8 @@ def bench_url(
     `body`           `json` or `npy`
     `token_file`     a file that holds the bearer token
     `timeout_s`      seconds until a request counts as timed out
+    `split`          `1.0=90,2.0=10`: send each request to a version drawn by `seed` with these weights, a row for each.
+                     Answers are held to `bundle`, without it to the first answer of the same version
     `warmup_max_s`   a row's warm-up ends there, or before that once latencies are steady
 
     Raises UsageError or SampleError for bad input, a refused token or a request that the server calls bad, ServerError
@@ -83,7 +89,8 @@ def bench_url(
     headers = traffic.headers | _authorization(url, token_file)
     load = _Load(duration_s, requests, warmup_max_s)
     slots = tuple(dict.fromkeys(concurrency or DEFAULT_CONCURRENCY))
-    rows = _run(lambda: _measure_rows(url, headers, traffic, slots, load, timeout_s))
+    route = _route(url, split, seed, headers)
+    rows = _run(lambda: _measure_rows(route, headers, traffic, slots, load, timeout_s))
     given = {
         "concurrency": slots,
         "duration_s": duration_s if requests is None else None,
@@ -93,6 +100,8 @@ def bench_url(
         "body": traffic.body,
         "token_file": _text(token_file),
         "timeout_s": timeout_s,
+        "split": split,
+        "seed": seed if split is not None else None,
     }
     return BenchReport(
         target=url,
@@ -103,6 +112,17 @@ def bench_url(
         notes=tuple(_notes(rows, traffic)),
         passed=all(row.ok == row.requests for row in rows),
     )
+
+
+def _route(url: str, split: str | None, seed: int, headers: Mapping[str, str]) -> Route:
+    """Raises UsageError for a version that the server does not have, before anything is sent to any of them."""
+    if split is None:
+        return Route({"": url}, lambda: "")
+    chosen = Split.parse(split)
+    urls = chosen.route(url)
+    check_versions(urls, headers.get("Authorization", "").removeprefix("Bearer ") or None)
+    generator = random.Random(seed)  # noqa: S311 - it splits traffic
+    return Route(urls, lambda: chosen.draw(generator))
 
 
 def _text(path: str | Path | None) -> str | None:
@@ -147,22 +167,24 @@ def _run(task: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def _measure_rows(
-    url: str, headers: dict[str, str], traffic: Traffic, slots: Sequence[int], load: _Load, timeout_s: float
+    route: Route, headers: dict[str, str], traffic: Traffic, slots: Sequence[int], load: _Load, timeout_s: float
 ) -> list[HttpRow]:
     rows = []
-    checker = traffic.checker
+    checkers: dict[str, Checker] = {}
     for concurrency in slots:
         log.info("measuring concurrency %d", concurrency)
-        async with open_sender(url, headers, traffic, concurrency, timeout_s) as sender:
-            first = await _first_request(sender, url, "Authorization" in headers)
-            checker = checker or FirstAnswer(first.body, traffic.body)
-            rows.append(await _measure_row(sender, checker, first, concurrency, load, traffic.items))
+        async with open_sender(route, headers, traffic, concurrency, timeout_s) as sender:
+            for version, url in route.urls.items():
+                first = await _first_request(sender, version, url, "Authorization" in headers)
+                if version not in checkers:
+                    checkers[version] = traffic.checker or FirstAnswer(first.body, traffic.body)
+            rows += await _measure_row(sender, checkers, first, concurrency, load, traffic.items)
     return rows
 
 
-async def _first_request(sender: Sender, url: str, with_token: bool) -> Outcome:
+async def _first_request(sender: Sender, version: str, url: str, with_token: bool) -> Outcome:
     """The row's first request, alone. Its failure ends the benchmark: nothing after it would be a measurement."""
-    first = await sender.send()
+    first = await sender.send_to(version)
     if not first.failure:
         return first
     if first.failure == "status" and first.status is not None:
@@ -217,10 +239,11 @@ class _Tally:
 
 
 async def _measure_row(
-    sender: Sender, checker: Checker, first: Outcome, concurrency: int, load: _Load, items: int | None
-) -> HttpRow:
+    sender: Sender, checkers: Mapping[str, Checker], first: Outcome, concurrency: int, load: _Load, items: int | None
+) -> list[HttpRow]:
+    """A row for each version."""
     warmup = await _warm_up(sender, first, concurrency, load)
-    tally = _Tally(checker)
+    tallies = {version: _Tally(checker) for version, checker in checkers.items()}
     lags_ms: list[float] = []
     watch = asyncio.create_task(watch_lag(lags_ms))
     gc.collect()
@@ -229,16 +252,23 @@ async def _measure_row(
     try:
         duration_s = load.duration_s if load.requests is None else None
         wall_s = await closed_loop(
-            sender.send, tally.note, concurrency, requests=load.requests, duration_s=duration_s
-        )  # fmt: skip
+            sender.send,
+            lambda outcome: tallies[outcome.version].note(outcome),
+            concurrency,
+            requests=load.requests,
+            duration_s=duration_s,
+        )
     finally:
         gc.unfreeze()
         watch.cancel()
     busy_s = time.thread_time() - busy_from_s
     with suppress(asyncio.CancelledError):
         await watch
-    tally.settle()
-    return _row(tally, concurrency, wall_s, busy_s, lags_ms, sender.connections(), warmup, items)
+    rows = []
+    for version, tally in tallies.items():
+        tally.settle()
+        rows.append(_row(version, tally, concurrency, wall_s, busy_s, lags_ms, sender.connections(), warmup, items))
+    return rows
 
 
 async def _warm_up(sender: Sender, first: Outcome, concurrency: int, load: _Load) -> Warmup:
@@ -262,6 +292,7 @@ async def _warm_up(sender: Sender, first: Outcome, concurrency: int, load: _Load
 
 
 def _row(
+    version: str,
     tally: _Tally,
     concurrency: int,
     wall_s: float,
@@ -290,6 +321,7 @@ def _row(
         client_busy=min(1.0, busy_s / wall_s) if wall_s > 0 else 0.0,
         client_lag_p99_ms=percentile(lags_ms, 99),
         warmup=warmup,
+        version=version,
     )
 
 
@@ -299,7 +331,7 @@ def _notes(rows: Sequence[HttpRow], traffic: Traffic) -> Iterator[str]:
         yield "without --bundle: answers are compared with the first one, and items/s is unknown"
     for row in rows:
         for note in _row_notes(row):
-            yield f"concurrency {row.concurrency}: {note}"
+            yield f"concurrency {row.concurrency}{f', version {row.version}' if row.version else ''}: {note}"
 
 
 def _row_notes(row: HttpRow) -> Iterator[str]:

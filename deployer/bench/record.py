@@ -50,7 +50,8 @@ class HttpRow(msgspec.Struct, frozen=True, tag_field="kind", tag="http"):
     request sent to the last answer; `items_per_s` is None where nothing says how many items a request holds.
     `statuses` counts answers by HTTP status, `first_errors` quotes the first failure of each kind. `connections` were
     opened in the whole row, warm-up included. `client_busy` is the share of the wall clock that the client's own
-    thread spent computing, `client_lag_p99_ms` how late its event loop woke up.
+    thread spent computing, `client_lag_p99_ms` how late its event loop woke up. Where requests were split among
+    versions, a row is those of one `version`; connections, client and warm-up are those of all of them.
     """
 
     concurrency: int
@@ -70,6 +71,7 @@ class HttpRow(msgspec.Struct, frozen=True, tag_field="kind", tag="http"):
     client_busy: float
     client_lag_p99_ms: float | None
     warmup: Warmup
+    version: str = ""
 
 
 class Environment(msgspec.Struct, frozen=True):

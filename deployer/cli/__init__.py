@@ -28,6 +28,7 @@ VERBS = {
     "versions": "Show, add, make default or remove versions of a running server.",
     "verify": "Hold a server to the bundle that it serves.",
     "predict": "Send one request to a served model.",
+    "compare": "Send the same requests to two servers, and compare.",
     "bench": "Measure latency and throughput of a bundle or a URL.",
     "doctor": "Show what this machine can do, and what is missing.",
     "build": "Write a container build context, and build it where possible.",

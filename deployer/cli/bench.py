@@ -54,6 +54,10 @@ def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[i
     type=click.FloatRange(min=0, min_open=True),
     help="URL: seconds until a request counts as timed out.  [default: 60]",
 )
+@click.option(
+    "--split", metavar="VERSION=W,…", help="URL: send each request to a version drawn with these weights; a row each."
+)
+@click.option("--seed", type=int, help="URL: what --split draws from.  [default: 0]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the JSON document to this file too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
@@ -136,10 +140,13 @@ def _in_process_table(rows: list[InProcessRow]) -> Table:
 
 
 def _latency_table(rows: list[HttpRow]) -> Table:
-    table = _table("Right answers, closed loop", "clients", *_LATENCY_HEADERS, "requests/s", "items/s")
+    split = any(row.version for row in rows)
+    versions = ("version",) if split else ()
+    table = _table("Right answers, closed loop", "clients", *versions, *_LATENCY_HEADERS, "requests/s", "items/s")
     for row in rows:
         table.add_row(
             str(row.concurrency),
+            *((row.version,) if split else ()),
             *_latency_cells(row.latency),
             _figure(row.requests_per_s),
             "unknown" if row.items_per_s is None else _figure(row.items_per_s),
@@ -148,12 +155,25 @@ def _latency_table(rows: list[HttpRow]) -> Table:
 
 
 def _counts_table(rows: list[HttpRow]) -> Table:
-    headers = ("clients", "requests", "ok", "wrong", "status\nerrors", "conn.\nerrors", "time-\nouts", "connec-\ntions")
+    split = any(row.version for row in rows)
+    versions = ("version",) if split else ()
+    headers = (
+        "clients",
+        *versions,
+        "requests",
+        "ok",
+        "wrong",
+        "status\nerrors",
+        "conn.\nerrors",
+        "time-\nouts",
+        "connec-\ntions",
+    )
     table = _table("Requests", *headers, "client\nbusy %", "first\nms", "warm-up\nrequests")
     for row in rows:
         counts = (row.requests, row.ok, row.wrong, row.status_errors, row.connection_errors, row.timeouts)
         table.add_row(
             str(row.concurrency),
+            *((row.version,) if split else ()),
             *(f"{count:,}" for count in (*counts, row.connections)),
             f"{100 * row.client_busy:.0f}",
             _figure(row.warmup.first_ms),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
     help="Seconds for which a server that is overloaded (503) is asked again, when it says.",
 )
 @click.option(
+    "--split",
+    metavar="VERSION=W,…",
+    help="Send it to a version drawn with these weights, e.g. 1.0=90,2.0=10; URL names none.",
+)
+@click.option("--seed", type=int, help="What --split draws from.  [default: chance]")
+@click.option(
     "--body", metavar="FORM", help="json, npy, npz, safetensors, oip or oip-binary.  [default: as the file is]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -55,6 +62,8 @@ def command(
     output: Path | None,
     timeout_s: float,
     retry_s: float,
+    split: str | None,
+    seed: int | None,
     body: str | None,
     as_json: bool,
 ) -> None:
@@ -65,11 +74,17 @@ def command(
     """
     from deployer.client import predict, read_token
     from deployer.protocol import JSON, NPY, NPZ
+    from deployer.split import Split, check_versions
 
     suffix = output.suffix.lower() if output is not None else ""
     if output is not None and suffix not in (".npy", ".npz", ".json"):
         raise UsageError(f"-o {output}: a name that ends in .npy, .npz or .json is expected")
     token = read_token(token_file) if token_file is not None else None
+    if split is not None:
+        chosen = Split.parse(split)
+        urls = chosen.route(url)
+        check_versions(urls, token)
+        url = urls[chosen.draw(random.Random(seed))]  # noqa: S311 - it splits traffic
     accept = {".npy": NPY, ".npz": NPZ}.get(suffix, JSON)
     answer = predict(url, input_path, token=token, accept=accept, timeout_s=timeout_s, body=body, retry_s=retry_s)
     if output is not None:
