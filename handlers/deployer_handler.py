@@ -36,8 +36,8 @@ class DeployerHandler:
         folder = Path(context.system_properties["model_dir"])
         place: torchserve_pair.Computing | torchserve_pair.Passing | None = None
         if torchserve_pair.is_worker():
-            alone = settings["workers"] == 1
-            place = torchserve_pair.take_place(folder) if alone else torchserve_pair.Computing()
+            gathers_s = config["maxBatchDelay"] / 1000
+            place = torchserve_pair.take_place(folder, alone=settings["workers"] == 1, gathers_s=gathers_s)
         if isinstance(place, torchserve_pair.Passing):
             torchserve_pair.serve_by(place)
             return

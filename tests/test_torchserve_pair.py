@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 
 from deployer.errors import ServerError
+from deployer.package import torchserve_pair
 from deployer.package.torchserve_codec import WireAnswer, WireBatch
 from deployer.package.torchserve_pair import Computing, Passing, is_worker, take_place
 
@@ -79,8 +83,12 @@ class Frontend:
         return self.mine.recv(1) == b""
 
 
+def placed(folder: Path, *, alone: bool = True) -> Computing | Passing:
+    return take_place(folder, alone=alone, gathers_s=0.002)
+
+
 def computing(folder: Path, answer: Callable[[WireBatch], Sequence[WireAnswer]] = echo, most: int = 4) -> Computing:
-    place = take_place(folder)
+    place = placed(folder)
     assert isinstance(place, Computing)
     place.ready(answer, most)
     return place
@@ -103,7 +111,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Frontend, Frontend, list[int]]]:
     proceed = threading.Event()
     first = Frontend(computing(tmp_path, answer))
     first.proceed = proceed  # type: ignore[attr-defined]
-    place = take_place(tmp_path)
+    place = placed(tmp_path)
     assert isinstance(place, Passing)
     yield first, Frontend(place), sizes
     proceed.set()
@@ -111,20 +119,18 @@ def pair(tmp_path: Path) -> Iterator[tuple[Frontend, Frontend, list[int]]]:
 
 
 def test_the_second_process_passes_its_connection_and_a_third_is_refused(tmp_path: Path) -> None:
-    places: list[Any] = [computing(tmp_path), take_place(tmp_path)]
+    places: list[Any] = [computing(tmp_path), placed(tmp_path)]
     assert [type(place) for place in places] == [Computing, Passing]
     with pytest.raises(ServerError, match="this model has its 2 connections"):
-        take_place(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"worker", "worker.second", "worker.socket"}
-    assert (tmp_path / "worker.socket").stat().st_mode & 0o077 == 0
+        placed(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"worker-0", "worker-0.second", "worker-0.socket"}
+    assert (tmp_path / "worker-0.socket").stat().st_mode & 0o077 == 0
 
 
 def test_a_place_is_had_when_the_one_that_computes_is_ready_or_gone(tmp_path: Path) -> None:
-    import os
-
     found: list[Any] = []
-    first = take_place(tmp_path)
-    waiting = threading.Thread(target=lambda: found.append(take_place(tmp_path)), daemon=True)
+    first = placed(tmp_path)
+    waiting = threading.Thread(target=lambda: found.append(placed(tmp_path)), daemon=True)
     waiting.start()
     waiting.join(0.5)
     assert not found
@@ -175,25 +181,99 @@ def test_the_frontends_end_of_a_passed_connection_ends_that_one_alone(
         assert first.receive() == {b"a": b"A"}
 
 
-def test_a_second_process_that_dies_takes_its_connection_along(tmp_path: Path) -> None:
-    import os
+class Process:
+    """The second of a pair as another process would be it: what it holds is closed by the kernel when it is killed."""
 
+    def __init__(self, folder: Path, word: bytes) -> None:
+        place: Any = placed(folder, alone=word == b"p")
+        if word == b"k":
+            control = None
+            while control is None:
+                control = torchserve_pair._connect(folder / "worker-0.socket")
+            place._control = control
+        self.place, (self.mine, self.theirs) = place, socket.socketpair()
+        self.mine.settimeout(LIMIT_S)
+        self.kept = torchserve_pair._swap(place._control, word, self.theirs)
+
+    def kill(self) -> None:
+        for held in (self.theirs, *self.kept, self.place._control):
+            held.close()
+        os.close(self.place._lock)
+
+
+@pytest.mark.parametrize("word", [b"p", b"k"])
+@pytest.mark.parametrize("then", ["gathers", "is quiet"])
+def test_the_connection_of_a_killed_second_closes_when_nothing_is_forgotten(
+    tmp_path: Path, word: bytes, then: str
+) -> None:
+    """The frontend forgets what it is gathering when a connection closes; what it has sent it answers with 500."""
     first = Frontend(computing(tmp_path))
-    place = take_place(tmp_path)
-    assert isinstance(place, Passing)
-    mine, theirs = socket.socketpair()
-    mine.settimeout(LIMIT_S)
-    socket.send_fds(place._control, [b"+"], [theirs.fileno()])
-    theirs.close()
-    mine.sendall(message(b"x"))
-    assert mine.recv(1)
-    place._control.close()  # as the kernel does for a killed process, with its lock
-    os.close(place._lock)
-    while mine.recv(4096):
-        pass
-    assert isinstance(take_place(tmp_path), Passing)
+    second = Process(tmp_path, word)
+    if word == b"p":
+        second.mine.sendall(message(b"x"))
+        while not second.mine.recv(4096).endswith(b"X" + struct.pack("!i", -1)):
+            pass
+    second.kill()
+    if then == "gathers":
+        second.mine.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            second.mine.recv(1)
+        second.mine.settimeout(LIMIT_S)
+        second.mine.sendall(message(b"y"))
+    assert closed(second.mine)
     first.send(b"a")
     assert first.receive() == {b"a": b"A"}
+    assert type(placed(tmp_path, alone=word == b"p")) is (Passing if word == b"p" else Computing)
+
+
+def closed(connection: socket.socket) -> bool:
+    """Without an answer; what was sent and never read makes it a reset."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_the_connections_of_a_killed_first_close_when_nothing_is_forgotten(tmp_path: Path) -> None:
+    """By the one that passes its own; the first is a process of its own here, which can be killed."""
+    program = (
+        "import socket, sys\n"
+        "from pathlib import Path\n"
+        "from deployer.package.torchserve_pair import take_place\n"
+        "place = take_place(Path(sys.argv[1]), alone=True, gathers_s=0.002)\n"
+        "place.ready(lambda batch: [], 4)\n"
+        "place.serve(socket.socket(fileno=int(sys.argv[2])))\n"
+    )
+    mine, theirs = socket.socketpair()
+    mine.settimeout(LIMIT_S)
+    command = [sys.executable, "-c", program, str(tmp_path), str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        try:
+            while not (tmp_path / "worker-0.socket").exists():
+                time.sleep(0.05)
+            second = Frontend(placed(tmp_path))
+            time.sleep(0.3)  # the connections are exchanged
+        finally:
+            process.kill()
+        for connection in (mine, second.mine):
+            connection.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+            connection.settimeout(LIMIT_S)
+        mine.sendall(message(b"x"))
+        assert closed(mine)
+        assert closed(second.mine)  # it has been quiet
+        second.thread.join(LIMIT_S)
+        assert not second.thread.is_alive()
+
+
+def test_several_workers_compute_each_in_pairs(tmp_path: Path) -> None:
+    places: list[Any] = [placed(tmp_path, alone=False) for _ in range(5)]
+    assert [(type(place), place._path.name, place._first) for place in places] == [
+        (Computing, f"worker-{number}", first)
+        for number, first in ((0, True), (0, False), (1, True), (1, False), (2, True))
+    ]
 
 
 def test_the_end_of_the_frontend_ends_both(tmp_path: Path) -> None:

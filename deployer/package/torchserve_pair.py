@@ -1,4 +1,4 @@
-"""One process that computes and two connections to TorchServe, so that it never waits for the frontend.
+"""Workers in pairs: one that is alone never waits for the frontend, and none that dies leaves a request unanswered.
 
 TorchServe hands a worker a batch, waits for its answers, sends them to their clients one by one, and gathers and writes
 the next batch only then: all that time the model stands still. Where several workers share the cores, one computes
@@ -6,14 +6,17 @@ while another waits. Where there is one alone, TorchServe is told of two: the se
 connection to the first and ends with it. While that computes what came over one connection, TorchServe answers and
 gathers for the other. What lies waiting in both when it is done is one run, where it is not more than a batch may hold.
 
-Who computes is settled by locks in the model's unpacked folder, which the kernel frees with the process that held them:
+When a connection closes, TorchServe answers the batch that it has sent over it with 500, and forgets in silence the
+requests that it is just gathering for it: their clients would wait for ever. So the two of a pair hold each other's
+connection too, which keeps it open when a worker is killed. The one that lives closes it when the frontend has sent a
+batch over it, or nothing for longer than gathering takes.
 
-    worker          held by the process that computes
-    worker.second   held by the one that passes its connection on
-    worker.socket   where it does so; for this user alone
+Who is the first of a pair is settled by locks in the model's unpacked folder, which the kernel frees with the process
+that held them:
 
-The one that computes takes the other along when it dies; a second one takes its own connection alone. The frontend sees
-the connections close, answers what was under way with 500, and starts again what died.
+    worker-0          held by the first of a pair
+    worker-0.second   held by the other
+    worker-0.socket   where they meet; for this user alone
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +46,8 @@ VERSION = "0.12.0"
 CONNECTIONS = 2
 
 _POLL_S = 0.05
-_NEXT_BATCH_S = 0.5
-_READY = b"+"
+_NEXT_BATCH_S = 0.3  # beside the time for which it is gathered
+_READY, _PASS, _KEEP = b"+", b"p", b"k"
 _PEER = struct.Struct("3i")  # ucred: pid, uid, gid
 
 Answer = Callable[[WireBatch], Sequence[WireAnswer]]
@@ -65,23 +70,32 @@ def is_worker() -> bool:
     return True
 
 
-def take_place(folder: Path) -> Computing | Passing:
-    """A place in the pair of workers of the model unpacked in `folder`. One that passes its connection on has its place
-    when the one that computes is ready; where that one ends meanwhile, the other takes its place.
+def take_place(folder: Path, *, alone: bool, gathers_s: float) -> Computing | Passing:
+    """The first place that is free among the workers of the model unpacked in `folder`, for whose batches the frontend
+    gathers for `gathers_s` at most.
 
-    Raises ServerError when both are taken: TorchServe was told of more workers than the archive asks for.
+    Of one worker `alone`, the second process passes its connection on; it has its place when the one that computes is
+    ready, and takes that one's where it ends meanwhile. Raises ServerError when both places are taken: TorchServe was
+    told of more workers than the archive asks for.
     """
-    first = folder / "worker"
-    second = None
-    while (lock := _try_lock(first)) is None:
-        if second is None and (second := _try_lock(first.with_suffix(".second"))) is None:
+    for number in count():
+        first = folder / f"worker-{number}"
+        second = None
+        while (lock := _try_lock(first)) is None:
+            if second is None and (second := _try_lock(first.with_suffix(".second"))) is None:
+                break
+            if not alone:
+                return Computing(first, second, gathers_s, first=False)
+            if (control := _connect(first.with_suffix(".socket"))) is not None:
+                return Passing(control, second, gathers_s)
+            time.sleep(_POLL_S)
+        if lock is not None:
+            if second is not None:
+                os.close(second)
+            return Computing(first, lock, gathers_s)
+        if alone:
             raise ServerError(f"this model has its {CONNECTIONS} connections; package it with --workers 2 for more")
-        if (control := _connect(first.with_suffix(".socket"))) is not None:
-            return Passing(control, second)
-        time.sleep(_POLL_S)
-    if second is not None:
-        os.close(second)
-    return Computing(first, lock)
+    raise AssertionError("numbers do not end")
 
 
 def serve_by(place: Computing | Passing) -> None:
@@ -97,22 +111,24 @@ def serve_by(place: Computing | Passing) -> None:
 class Passing:
     """Passes its connection on and lives until the other side ends."""
 
-    def __init__(self, control: socket.socket, lock: int) -> None:
-        self._control, self._lock = control, lock
+    def __init__(self, control: socket.socket, lock: int, gathers_s: float) -> None:
+        self._control, self._lock, self._gathers_s = control, lock, gathers_s
 
     def serve(self, connection: socket.socket) -> None:
-        socket.send_fds(self._control, [_READY], [connection.fileno()])
-        with _silence():
-            self._control.recv(1)
+        kept = _swap(self._control, _PASS, connection)
+        _wait_for_end(self._control)
+        _close_unheard([connection, *kept], self._gathers_s)
 
 
 class Computing:
-    """Computes what comes over its own connection and over those that are passed to it."""
+    """Computes what comes over its own connection and over one that is passed to it."""
 
-    def __init__(self, path: Path | None = None, lock: int = -1) -> None:
-        """`path` is that of the lock of a pair, None for a worker among several."""
-        self._path, self._lock = path, lock
-        self._passed: list[socket.socket] = []
+    def __init__(self, path: Path, lock: int, gathers_s: float, *, first: bool = True) -> None:
+        """`path` is the pair's, `lock` the descriptor that holds the place in it."""
+        self._path, self._lock, self._gathers_s, self._first = path, lock, gathers_s, first
+        self._own: socket.socket | None = None
+        self._connected = threading.Event()
+        self._news: deque[tuple[str, socket.socket]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._answer: Answer | None = None
         self._most = 1
@@ -120,16 +136,16 @@ class Computing:
         self._running: Sequence[tuple[socket.socket, WireBatch]] = ()
 
     def ready(self, answer: Answer, most_requests: int) -> None:
-        """From now on answer by `answer`, and in a pair take the other's connection. At most `most_requests` that came
-        over both are one call."""
+        """From now on answer by `answer`, and meet the other of the pair. At most `most_requests` that came over both
+        connections are one call."""
         self._answer, self._most = answer, most_requests
-        if self._path is None:
-            return
-        listener = _listen(self._path.with_suffix(".socket"))
-        threading.Thread(target=self._accept, args=(listener,), name="connections", daemon=True).start()
+        if self._first:
+            self._listener = _listen(self._path.with_suffix(".socket"))
+        threading.Thread(target=self._accept if self._first else self._keep, name="pair", daemon=True).start()
 
-    def _accept(self, listener: socket.socket) -> None:
-        """One at a time: its lock lets no third process come."""
+    def _accept(self) -> None:
+        """Meet the second, one at a time: its lock lets no third process come."""
+        listener = self._listener
         while True:
             control, _ = listener.accept()
             with control, _silence():
@@ -139,16 +155,46 @@ class Computing:
                 ):
                     continue
                 control.sendall(_READY)
-                _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+                said, descriptors, _, _ = socket.recv_fds(control, 1, 1)
                 if not descriptors:
                     continue
-                passed = socket.socket(fileno=descriptors[0])
-                self._passed.append(passed)
-                self._waker.send(_READY)
-                control.recv(1)  # until that process ends
-                passed.shutdown(socket.SHUT_RDWR)  # the frontend sees it only when nobody holds the connection
+                theirs = socket.socket(fileno=descriptors[0])
+                self._connected.wait()
+                socket.send_fds(control, [_KEEP], [self._connection.fileno()])
+                if said == _PASS:
+                    self._tell("serve", theirs)
+                _wait_for_end(control)
+                if said == _PASS:
+                    self._tell("retire", theirs)
+                else:
+                    _close_unheard([theirs], self._gathers_s)
+
+    def _keep(self) -> None:
+        """The second of a pair that both compute: meets whoever is the first, again when that one has been replaced."""
+        self._connected.wait()
+        while True:
+            control = _connect(self._path.with_suffix(".socket"))
+            if control is None:
+                time.sleep(_POLL_S)
+                continue
+            with control:
+                kept = _swap(control, _KEEP, self._connection)
+                _wait_for_end(control)
+            _close_unheard(kept, self._gathers_s)
+
+    @property
+    def _connection(self) -> socket.socket:
+        assert self._own is not None  # noqa: S101 - asked for after `serve` has begun
+        return self._own
+
+    def _tell(self, what: str, connection: socket.socket) -> None:
+        """Have the thread that serves take a connection in or give it up."""
+        self._news.append((what, connection))
+        self._waker.send(_READY)
 
     def serve(self, connection: socket.socket) -> None:
+        self._own = connection
+        self._connected.set()
         readers = self._readers = {connection.fileno(): (connection, Reader(connection.recv_into))}
         poll = select.poll()
         for descriptor in (connection.fileno(), self._woken.fileno()):
@@ -158,9 +204,15 @@ class Computing:
             for descriptor, _ in poll.poll():
                 if descriptor == self._woken.fileno():
                     self._woken.recv(1)
-                    passed = self._passed.pop(0)
-                    readers[passed.fileno()] = passed, Reader(passed.recv_into)
-                    poll.register(passed.fileno(), select.POLLIN)
+                    what, other = self._news.popleft()
+                    if what == "serve":
+                        readers[other.fileno()] = other, Reader(other.recv_into)
+                        poll.register(other.fileno(), select.POLLIN)
+                    elif readers.pop(other.fileno(), None) is not None:
+                        poll.unregister(other.fileno())
+                        threading.Thread(target=_close_unheard, args=([other], self._gathers_s), daemon=True).start()
+                    continue
+                if descriptor not in readers:  # retired in this very round
                     continue
                 peer, reader = readers[descriptor]
                 try:
@@ -192,7 +244,7 @@ class Computing:
         running = self._running
         self._send(running, answers)
         quiet = {peer for peer, _ in self._readers.values()}
-        until = time.monotonic() + _NEXT_BATCH_S
+        until = time.monotonic() + self._gathers_s + _NEXT_BATCH_S
         while quiet and (left_s := until - time.monotonic()) > 0:
             quiet -= set(select.select(list(quiet), [], [], left_s)[0])
 
@@ -202,6 +254,34 @@ class Computing:
             with _silence():
                 peer.sendall(encode_answers(batch, answers[start : start + len(batch)]))
             start += len(batch)
+
+
+def _swap(control: socket.socket, word: bytes, connection: socket.socket) -> list[socket.socket]:
+    """Hand a connection over and get the other's; nothing where the other has ended meanwhile."""
+    with _silence():
+        socket.send_fds(control, [word], [connection.fileno()])
+        return [socket.socket(fileno=descriptor) for descriptor in socket.recv_fds(control, 1, 1)[1]]
+    return []
+
+
+def _wait_for_end(control: socket.socket) -> None:
+    """Until the process at the other end has ended in whatever way."""
+    with _silence():
+        control.recv(1)
+
+
+def _close_unheard(connections: Sequence[socket.socket], gathers_s: float) -> None:
+    """Close connections that nobody reads any more, each when the frontend is waiting for an answer over it, or when it
+    has sent nothing for longer than it gathers: what it gathers at that moment it would forget."""
+    left = list(connections)
+    until = time.monotonic() + gathers_s + _NEXT_BATCH_S
+    while left:
+        ready = select.select(left, [], [], max(0.0, until - time.monotonic()))[0]
+        for connection in ready or left:
+            with _silence():
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        left = [connection for connection in left if ready and connection not in ready]
 
 
 class _silence:
