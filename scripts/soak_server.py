@@ -9,9 +9,9 @@ killed worker may have had: within the seconds after a kill that the frontend ne
 or stays silent for longer than --timeout-s is a lost request.
 
 Memory of the frontend and of each worker is read every few seconds. Told are the slopes of straight lines through what
-was read after a time to settle, 5 minutes or a third of the whole for the frontend (Theil 1950, Sen 1968: medians of the
-slopes of all pairs). Ends with 1 at a lost or wrong answer, or where the frontend, or the workers in the median, grow
-faster than --max-growth-mb-per-h.
+was read after a time to settle, 5 minutes or a third of the whole for the frontend (Theil 1950, Sen 1968: medians of
+the slopes of all pairs). Ends with 1 at a lost or wrong answer, or where the frontend, or the workers in the median,
+grow faster than --max-growth-mb-per-h.
 """
 
 from __future__ import annotations
