@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deployer.cli.console import emit_json, make_table, out, working
 from deployer.errors import UsageError
+
+if TYPE_CHECKING:
+    from deployer.parity import ParityReport
+
+_START_TIMEOUT_S = 300.0
 
 
 @click.command("package")
@@ -66,6 +72,9 @@ from deployer.errors import UsageError
 @click.option(
     "--sign-key", type=click.Path(path_type=Path), metavar="PEM", help="Sign the package with this private EC key."
 )
+@click.option(
+    "--no-serve-check", is_flag=True, help="Do not try the package in a real server, which takes some 10 s; it is said."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     bundle: Path,
@@ -82,12 +91,13 @@ def command(
     handler_files: tuple[Path, ...],
     handler_requirements: tuple[str, ...],
     sign_key: Path | None,
+    no_serve_check: bool,
     as_json: bool,
 ) -> None:
     """Make a package (for TorchServe a .mar) of BUNDLE, which must have passed the gate.
 
-    The package is loaded by the server's own loader in a fresh process and must answer real samples as the eager model
-    does before it takes its name.
+    Before it takes its name, the package is loaded by the server's own loader in a fresh process, and served by a real
+    server started for it: real samples in every form of body must be answered as the eager model answers them.
     """
     from deployer.files import sha256_of
     from deployer.package import HookFiles, package
@@ -98,12 +108,19 @@ def command(
     if handler is None and (handler_files or handler_requirements):
         raise UsageError("--handler-file and --handler-requirement go with --handler")
     hooks = HookFiles(handler, handler_files, handler_requirements) if handler is not None else None
+    reports: list[ParityReport] = []
+
+    def check(package: Path) -> None:
+        from deployer.serve import serve_check
+
+        reports.append(serve_check(package, start_timeout_s=_START_TIMEOUT_S))
+
     with working(f"packaging {bundle}"):
         path = package(
             bundle, engine=engine, output=output, batch_size=batch_size, max_batch_delay_ms=max_batch_delay_ms,
             workers=workers, intra_op_threads=intra_op_threads, response_timeout_s=response_timeout_s,
             max_queue_wait_s=max_queue_wait_s, allow_unexecuted=allow_unexecuted, hooks=hooks,
-            sign_key=sign_key,
+            sign_key=sign_key, check=None if no_serve_check else check,
         )  # fmt: skip
     mar = read_mar(path)
     settings = read_settings(mar)
@@ -123,6 +140,7 @@ def command(
         "job_queue_size": settings.job_queue_size,
         "response_timeout_s": settings.response_timeout_s,
         "max_queue_wait_s": settings.max_queue_wait_s,
+        "served": _served(reports, no_serve_check),
         "handler": str(handler) if handler is not None else None,
         "signature": str(signature_of(path)) if sign_key is not None else None,
         "sbom": str(sbom_of(path)) if sbom_of(path).is_file() else None,
@@ -132,5 +150,23 @@ def command(
         return
     table = make_table("package", str(path))
     for name, value in list(facts.items())[1:]:
-        table.add_row(name, str(value))
+        table.add_row(name, value["said"] if isinstance(value, dict) else str(value))
     out.print(table)
+
+
+def _served(reports: list[ParityReport], left_out: bool) -> dict[str, Any]:
+    """What the real server that was started for the package answered, or why there was none."""
+    if not reports:
+        why = "--no-serve-check" if left_out else "this machine cannot run it"
+        return {"checked": False, "said": f"not tried in a real server: {why}"}
+    report = reports[0]
+    return {
+        "checked": True,
+        "forms": report.forms,
+        "requests": report.sent,
+        "right": report.right,
+        "wrong_requests": report.wrong,
+        "refused": report.refused,
+        "said": f"tried in a real server: {report.right} of {report.sent} answers right ({', '.join(report.forms)}), "
+        f"{report.refused} of {report.wrong} wrong requests refused",
+    }

@@ -6,6 +6,7 @@ archive = deployer.package("build/digits-onnx-fp32", batch_size=16)
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -46,6 +47,7 @@ def package(
     allow_unexecuted: bool = False,
     hooks: HookFiles | None = None,
     sign_key: str | Path | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> Path:
     """Package a bundle that has passed the gate; returns the path of the package, which is there whole or not at all.
 
@@ -59,6 +61,10 @@ def package(
 
     `sign_key` is a private key that the package is signed with (`deployer.signature`). Beside the package lies
     its bill of materials (`deployer.package.sbom`), where the library for it is installed.
+
+    `check` is called with the finished package before it takes its name, and what it raises keeps it from that
+    (`deployer.serve.serve_check` tries it in a real server, as the command line does). It is not called for an artifact
+    that this machine cannot run.
 
     A bundle whose artifact was built and never executed (`manifest.executed`) needs `allow_unexecuted`.
 
@@ -86,7 +92,8 @@ def package(
         response_timeout_s=response_timeout_s,
         max_queue_wait_s=max_queue_wait_s,
     )
-    made = record.package(opened, settings, Path(output), hooks, Path(sign_key) if sign_key is not None else None)
+    key = Path(sign_key) if sign_key is not None else None
+    made = record.package(opened, settings, Path(output), hooks, key, check)
     _write_sbom(made)
     return made
 

@@ -26,11 +26,12 @@ class HookFiles:
 class Engine:
     """`package` writes the package of a gated bundle into a folder and returns its path, after having checked it under
     the server's own loader, with the user's hooks where there are any, and signed it where a private key is given.
-    `modules` are the imports that it needs, `extra` installs them."""
+    `modules` are the imports that it needs, `extra` installs them. The last argument of `package`, where there is one,
+    is called with the finished package before it takes its name; what it raises keeps it from that."""
 
     name: str
     summary: str
-    package: Callable[[Bundle, Settings, Path, HookFiles | None, Path | None], Path]
+    package: Callable[[Bundle, Settings, Path, HookFiles | None, Path | None, Callable[[Path], None] | None], Path]
     modules: tuple[str, ...]
     extra: str
 

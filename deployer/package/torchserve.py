@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,14 @@ _TORCHSERVE_KEYS: dict[str, type] = {
 
 
 def make_mar(
-    bundle: Bundle, settings: Settings, output: Path, hooks: HookFiles | None = None, sign_key: Path | None = None
+    bundle: Bundle,
+    settings: Settings,
+    output: Path,
+    hooks: HookFiles | None = None,
+    sign_key: Path | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `output/NAME.mar` and check it; with `sign_key`, sign it.
+    """Write `output/NAME.mar` and check it, last by `check`; with `sign_key`, sign it.
 
     Raises GateError when it does not answer as the bundle does.
     """
@@ -96,10 +102,12 @@ def make_mar(
         with atomic_file(final) as temporary:
             shutil.copyfile(archive, temporary)
             if fault := device_fault(bundle.manifest.target, bundle.manifest.details):
-                log.warning("%s is not tried under TorchServe's loader: %s", final, fault)
+                log.warning("%s is not tried under TorchServe: %s", final, fault)
             else:
                 log.info("checking the archive under TorchServe's loader in a fresh process")
                 check_archive(temporary, work)
+                if check is not None:
+                    check(temporary)
             signature_of(final).unlink(missing_ok=True)  # that of an older archive of this name
     if sign_key is not None:
         sign(final, sign_key)

@@ -3,6 +3,6 @@
 with deployer.serve.Server(["model_store/digits.mar"]) as server: …
 """
 
-from deployer.serve.torchserve import START_TIMEOUT_S, Endpoint, Server
+from deployer.serve.torchserve import START_TIMEOUT_S, Endpoint, Server, serve_check
 
-__all__ = ["START_TIMEOUT_S", "Endpoint", "Server"]
+__all__ = ["START_TIMEOUT_S", "Endpoint", "Server", "serve_check"]

@@ -33,7 +33,7 @@ from deployer.package.mar import BUNDLE_FOLDER, Mar
 from deployer.package.settings import Settings
 from deployer.package.torchserve import connections, read_mar, read_settings
 from deployer.package.torchserve_worker import BUSY_FOLDER
-from deployer.parity import verify
+from deployer.parity import ParityReport, verify
 from deployer.runtime import preflight
 from deployer.serve.config import last_words
 from deployer.signature import signature_of
@@ -354,12 +354,13 @@ def check_effective(described: dict[str, Any], mar: Mar, settings: Settings) -> 
             raise GateError(f"{mar.name} {mar.version} runs with {key} {described.get(key)} instead of {value}")
 
 
-def check_answers(url: str, mar: Mar, bundle: Bundle, token: str) -> None:
+def check_answers(url: str, mar: Mar, bundle: Bundle, token: str) -> ParityReport:
     """Real samples over HTTP in every form, alone and together with wrong requests (`deployer.parity`)."""
     log.info("holding answers of %s %s to the eager model", mar.name, mar.version)
     report = verify(url, bundle, token=token, timeout_s=REQUEST_TIMEOUT_S, bits=False)
     if not report.passed:
         raise GateError(f"{mar.name} {mar.version}: {report.reasons[0]}")
+    return report
 
 
 def is_idle(described: dict[str, Any], busy: Path, quiet_s: float = 0.0) -> bool:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,6 +39,7 @@ from deployer.package.probe import Probe, make_probes
 from deployer.package.settings import Settings
 from deployer.package.torchserve import connections, read_mar, read_settings
 from deployer.package.torchserve_worker import BUSY_FOLDER, FOLDER_VARIABLE, MANAGEMENT_VARIABLE
+from deployer.parity import ParityReport
 from deployer.protocol import JSON
 from deployer.serve.config import (
     LOG4J,
@@ -117,11 +118,11 @@ class Server:
     """TorchServe as a context manager. Ports of 0 mean any free one.
 
     `host` is where inference listens; management, metrics and gRPC stay on the loopback. `token_file` is an additional
-    place for the inference token. With `verify_key`, a public key (default: that which the environment names), archives
-    must be signed with it: each is held to its signature before it is read, and once more as the copy that is served;
-    each worker holds bundle and hooks to theirs. With `ends_with_us` the kernel ends TorchServe when the thread that
-    started it dies in whatever way, kill -9 included (Linux); the folder that is then left is removed by the next
-    start.
+    place for the inference token. With `verify_key`, a public key (default: that which the environment names, False:
+    none), archives must be signed with it: each is held to its signature before it is read, and once more as the copy
+    that is served; each worker holds bundle and hooks to theirs. With `ends_with_us` the kernel ends TorchServe when
+    the thread that started it dies in whatever way, kill -9 included (Linux); the folder that is then left is removed
+    by the next start.
 
     Of several versions of a model the first given is the default, unless `defaults` (name → version) names another.
     With `allow_changes` the owner may add and remove archives while it serves (`deployer.serve.management`).
@@ -143,7 +144,7 @@ class Server:
         metrics_port: int = 8082,
         start_timeout_s: float = START_TIMEOUT_S,
         token_file: str | Path | None = None,
-        verify_key: str | Path | None = None,
+        verify_key: str | Path | Literal[False] | None = None,
         ends_with_us: bool = False,
         defaults: Mapping[str, str] | None = None,
         allow_changes: bool = False,
@@ -158,7 +159,9 @@ class Server:
         self._wanted_ports = (port, management_port, metrics_port)
         self._start_timeout_s = start_timeout_s
         self._extra_token_file = _checked_token_file(token_file)
-        self._verify_key = Path(verify_key).resolve() if verify_key is not None else configured_key()
+        self._verify_key = (
+            configured_key() if verify_key is None else Path(verify_key).resolve() if verify_key else None
+        )
         self._ends_with_us = ends_with_us
         self._defaults = dict(defaults or {})
         self._allow_changes = allow_changes
@@ -169,6 +172,8 @@ class Server:
         self._ports = Ports(0, 0, 0, 0, 0)
         self._keys: dict[str, str] = {}
         self.endpoints: list[Endpoint] = []
+        #: what each version's answers were held to, by name and version
+        self.reports: dict[tuple[str, str], ParityReport] = {}
 
     # ------------------------------------------------------------------------------------------------ what it is
 
@@ -246,7 +251,8 @@ class Server:
                 self._wait_for_workers(entry, deadline)
                 described = self.describe(entry.mar.name, entry.mar.version) or {}
                 check_effective(described, entry.mar, entry.settings)
-                check_answers(self._url(entry.mar), entry.mar, entry.bundle, self.token)
+                report = check_answers(self._url(entry.mar), entry.mar, entry.bundle, self.token)
+                self.reports[entry.mar.name, entry.mar.version] = report
                 shutil.rmtree(entry.bundle.path, ignore_errors=True)
             self._set_defaults(served)
             self.endpoints = [self._endpoint(entry) for entry in served]
@@ -481,6 +487,19 @@ class Server:
         with suppress(OSError):
             if path is not None and self._keys and path.read_text() == f"{self.token}\n":
                 path.unlink()
+
+
+def serve_check(archive: Path, start_timeout_s: float = START_TIMEOUT_S) -> ParityReport:
+    """Serve one archive on free ports, hold its answers to its own samples, end the server.
+
+    Who signed it is not asked. Raises GateError when it does not start or answers otherwise, and what Server raises.
+    """
+    with Server(
+        [archive], port=0, management_port=0, metrics_port=0, start_timeout_s=start_timeout_s, verify_key=False,
+        ends_with_us=True,
+    ) as server:  # fmt: skip
+        [report] = server.reports.values()
+        return report
 
 
 def _checked_token_file(token_file: str | Path | None) -> Path | None:
