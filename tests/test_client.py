@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -242,3 +243,22 @@ def test_the_token_file_reaches_the_server(server: Any, sample: Path, tmp_path: 
 def test_an_output_of_another_kind_is_refused_before_anything_is_sent(server: Any, sample: Path) -> None:
     assert isinstance(run(server.url, "--input", sample, "-o", "y.txt").exception, UsageError)
     assert server.got is None
+
+
+def test_an_overloaded_server_is_asked_again_when_it_says(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the seconds that it names, a second where it names none, and not beyond what is allowed."""
+    import deployer.client as client
+
+    real, pauses = client._post, []
+    scripted = [
+        httpx.Response(503, headers={"retry-after": "2"}, content=encode_error("too much")),
+        httpx.Response(503, content=b"{}"),
+    ]
+    monkeypatch.setattr(client, "_post", lambda *given: scripted.pop(0) if scripted else real(*given))
+    monkeypatch.setattr(client.time, "sleep", pauses.append)
+    assert predict(server.url, {"x": np.ones(1, np.float32)}, retry_s=60).model == "m"
+    assert pauses == [2.0, 1.0]
+    scripted[:] = [httpx.Response(503, headers={"retry-after": "9"}, content=encode_error("too much"))]
+    with pytest.raises(ServerError, match=r"refused the request \(503\): too much") as refused:
+        predict(server.url, {"x": np.ones(1, np.float32)}, retry_s=5)
+    assert (refused.value.retry_after_s, pauses) == (9.0, [2.0, 1.0])
