@@ -158,6 +158,15 @@ def test_a_version_that_is_nowhere_is_one_line() -> None:
         find_wheels({"tiny-one": "9.9"})
 
 
+@pytest.mark.usefixtures("offline")
+def test_another_build_of_the_same_version_is_refused(shelf: dict[str, Path], tmp_path: Path) -> None:
+    make_wheel(shelf["tiny-one"].parent, "tiny-one", "1.0+cpu")
+    for find in (find_wheels, lambda pins: download_wheels(pins, tmp_path / "wheels")):
+        with pytest.raises(MachineError, match=r"pip takes tiny-one 1\.0\+cpu where this environment has 1\.0; name"):
+            find(PINS)
+    assert find_wheels({**PINS, "tiny-one": "1.0+cpu"})["tiny-one"].file == "tiny_one-1.0+cpu-py3-none-any.whl"
+
+
 def test_no_index_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     with pytest.raises(MachineError, match=r"\(an index could not be reached\).*--no-hashes") as caught:

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
 from deployer.errors import MachineError, UsageError
 
@@ -87,7 +88,7 @@ def find_wheels(pins: Mapping[str, str]) -> dict[str, Wheel]:
                 "index that does (PIP_INDEX_URL), or have the wheels themselves put into the context (--wheels)"
             )
         wheels[name] = Wheel(file, sha256, local=url.scheme == "file")
-    return _complete(pins, wheels)
+    return _checked(pins, wheels)
 
 
 def download_wheels(pins: Mapping[str, str], folder: Path) -> dict[str, Wheel]:
@@ -99,12 +100,19 @@ def download_wheels(pins: Mapping[str, str], folder: Path) -> dict[str, Wheel]:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         wheels[parse_wheel_filename(path.name)[0]] = Wheel(path.name, digest, local=False)
-    return _complete(pins, wheels)
+    return _checked(pins, wheels)
 
 
-def _complete(pins: Mapping[str, str], wheels: dict[str, Wheel]) -> dict[str, Wheel]:
+def _checked(pins: Mapping[str, str], wheels: dict[str, Wheel]) -> dict[str, Wheel]:
+    """`wheels`, if they are all of the pins and of their very versions: to pip, 2.13.0+cpu is a kind of 2.13.0."""
     if absent := sorted(pins.keys() - wheels.keys()):
         raise MachineError(f"pip names no wheel of {', '.join(absent)}; update it: python -m pip install --upgrade pip")
+    for name, version in pins.items():
+        if (found := parse_wheel_filename(wheels[name].file)[1]) != Version(version):
+            raise MachineError(
+                f"pip takes {name} {found} where this environment has {version}; name an index or a folder that offers "
+                "that one alone (PIP_INDEX_URL, PIP_FIND_LINKS)"
+            )
     return wheels
 
 
