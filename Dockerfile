@@ -33,7 +33,7 @@ FROM ${BASE_IMAGE}
 RUN python -c "import importlib.util as util, os, shutil; [shutil.rmtree(os.path.dirname(found.origin)) \
         for found in map(util.find_spec, ('pip', 'ensurepip')) if found]" \
     && rm -rf /usr/share/python-wheels /usr/bin/pip* /usr/local/bin/pip*
-RUN useradd --system --uid 10001 --user-group --no-create-home --home-dir /state deployer \
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /state --shell /usr/sbin/nologin deployer \
     && install -d -o deployer -g deployer -m 0700 /state
 COPY --from=install /opt/venv /opt/venv
 COPY entrypoint.sh healthcheck.py /opt/deployer/

@@ -31,6 +31,8 @@ from typing import Any
 
 import psutil
 
+from deployer.package.container import build_command
+
 ROOT = Path(__file__).resolve().parent.parent
 FORMATS = ("onnx", "aoti", "torchscript", "exported")
 TOOLS = {"debootstrap": "debootstrap", "buildah": "buildah", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -212,13 +214,13 @@ class Check:
 
     def build_image(self, mars: Sequence[Path]) -> None:
         context = self.work / "context"
-        self.deployer(
-            "build", *mars, "-o", context, "-t", IMAGE, "--base-image", BASE, "--wheels", "--builder", "buildah"
-        )
+        self.deployer("build", *mars, "-o", context, "--base-image", BASE, "--wheels", "--builder", "none")
         lines = [line for line in (context / "requirements.txt").read_text().splitlines() if "==" in line]
         hashed = sum("--hash=sha256:" in line for line in lines)
         self.table.add("every package is pinned with its hash", hashed == len(lines), f"{hashed} of {len(lines)}")
-        self.table.add("the Dockerfile builds, without an index", True, "buildah, chroot isolation, vfs")
+        command = ["unshare", "--net", *build_command("buildah", context, IMAGE)]
+        self.call(command, environment=self.environment)
+        self.table.add("the Dockerfile builds, without a network", True, "buildah, chroot isolation, vfs")
         shutil.rmtree(context / "wheels")
 
     def check_files(self, image: Path, config: Mapping[str, Any]) -> None:
@@ -342,7 +344,7 @@ class Check:
                     answer,
                 )
             words = ["verify", f"{url}/{mar.stem}", "--bundle", str(bundle), "--token-file", str(token), "--json"]
-            report = json.loads(self.call([*netns, sys.executable, "-m", "deployer", *words]))
+            report = json.loads(self.call([*netns, sys.executable, "-m", "deployer", *words], codes=(0, 1)))
             add(
                 f"{mar.stem}: answers are the bundle's references",
                 report["passed"],
