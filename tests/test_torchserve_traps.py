@@ -305,7 +305,7 @@ async def post_all(server: Server, path: str, bodies: list[bytes]) -> list[httpx
 def test_settings_of_the_environment_do_not_win(server: Server) -> None:
     described = server.describe("lookup", "1.0") or {}
     found = [described[key] for key in ("batchSize", "maxBatchDelay", "responseTimeout", "minWorkers", "maxWorkers")]
-    assert found == [8, DELAY_MS, 125, 1, 1]
+    assert found == [8, DELAY_MS, 125, 2, 2]  # two connections to one worker
     assert httpx.get(f"{server.inference_url}/ping", trust_env=False).status_code == 400  # without the token
 
 
@@ -326,7 +326,7 @@ def test_sockets_lie_in_the_folder_of_the_instance(server: Server) -> None:
         for connection in process.net_connections("unix")
         if isinstance(connection.laddr, str) and ".ts.sock" in connection.laddr
     }
-    assert len(paths) == 2  # one a worker
+    assert len(paths) == 4  # two connections to the worker of each model
     assert all(Path(path).is_relative_to(server.folder / "tmp") for path in paths)
 
 
