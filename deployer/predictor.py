@@ -15,10 +15,10 @@ import logging
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import numpy as np
 
 from deployer.bundle import read_bundle
@@ -38,8 +38,7 @@ __all__ = ["SERIES", "Meters", "Predictor", "Request", "Response", "growth"]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One request as it came over the wire."""
 
     body: bytes | bytearray | memoryview
@@ -52,11 +51,10 @@ class Request:
     #: what stands in its path behind the model's: one of `description.DESCRIPTIONS`, or nothing
     describe: str = ""
     #: the headers that it came with, names in small letters; a caller's span is among them (`deployer.tracing`)
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Response:
+class Response(msgspec.Struct, frozen=True):
     """One answer. `run_requests` is the number of requests that shared the model run behind it (0: none was made);
     `headers` are those that the body needs beside its content type."""
 
@@ -64,11 +62,10 @@ class Response:
     body: bytes
     content_type: str = JSON
     run_requests: int = 0
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Work:
+class _Work(msgspec.Struct, frozen=True):
     """A checked request: where its answer goes, its arrays, its number of rows along the batch axis; `hooked` says that
     the user's postprocess answers it."""
 
@@ -259,16 +256,18 @@ class Predictor:
         if not self.stacks or self.spec.batch is None:
             return [[work] for work in works]
         limit = self.spec.dims[self.spec.batch].max
+        free = {self.spec.batch, *self.padded}
+        fixed = [name for name in self.spec.dims if name not in free]
         runs: list[list[_Work]] = []
-        open_run: dict[tuple[tuple[str, int], ...], list[_Work]] = {}
+        open_run: dict[tuple[int | None, ...], tuple[list[_Work], int]] = {}
         for work in works:
-            free = {self.spec.batch, *self.padded}
-            key = tuple(sorted((name, size) for name, size in work.decoded.sizes.items() if name not in free))
-            run = open_run.get(key)
-            if run is None or sum(member.rows for member in run) + work.rows > limit:
-                run = open_run[key] = []
+            key = tuple([work.decoded.sizes.get(name) for name in fixed])
+            run, rows = open_run.get(key, ([], 0))
+            if not run or rows + work.rows > limit:
+                run, rows = [], 0
                 runs.append(run)
             run.append(work)
+            open_run[key] = run, rows + work.rows
         return runs
 
     def _run_or_split(self, run: Sequence[_Work]) -> dict[int, Response]:
@@ -296,11 +295,11 @@ class Predictor:
         responses = {}
         start = 0
         for work in run:
-            own = outputs if len(run) == 1 else self._rows(outputs, start, start + work.rows)
+            own = outputs if len(run) == 1 else self._rows(outputs, slice(start, start + work.rows))
             own = cut_outputs(self.spec, own, work.decoded.sizes, self.padded) if self.padded and len(run) > 1 else own
             start += work.rows
             if work.decoded.one_item:
-                own = self._without_batch_axis(own)
+                own = self._rows(own, 0)
             responses[work.index] = self._respond(work, own, len(run))
             done_s = time.perf_counter()
             stages["encode"].observe(done_s - ran_s)
@@ -326,25 +325,15 @@ class Predictor:
         rows = [pad_inputs(self.spec, work.decoded.arrays, longest) if longest else work.decoded.arrays for work in run]
         return {
             tensor.name: np.concatenate(
-                [arrays[tensor.name] for arrays in rows], axis=tensor.shape.index(self.spec.batch or "")
+                [arrays[tensor.name] for arrays in rows], axis=self.spec.batch_axes[tensor.name]
             )
             for tensor in self.spec.inputs
         }
 
-    def _rows(self, outputs: Arrays, start: int, stop: int) -> dict[str, Array]:
-        """Rows start..stop of every output, along that output's own batch axis."""
-        return {
-            tensor.name: outputs[tensor.name][
-                (slice(None),) * tensor.shape.index(self.spec.batch or "") + (slice(start, stop),)
-            ]
-            for tensor in self.spec.outputs
-        }
-
-    def _without_batch_axis(self, outputs: Arrays) -> dict[str, Array]:
-        return {
-            tensor.name: outputs[tensor.name].squeeze(tensor.shape.index(self.spec.batch or ""))
-            for tensor in self.spec.outputs
-        }
+    def _rows(self, outputs: Arrays, which: slice | int) -> dict[str, Array]:
+        """Some rows of every output, along that output's own batch axis; of a number the one row without that axis."""
+        axes = self.spec.batch_axes
+        return {name: array[(slice(None),) * axes[name] + (which,)] for name, array in outputs.items()}
 
 
 def _refusal(error: RequestError) -> Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
@@ -91,7 +91,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _URL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Inputs, outputs and dynamic axes of one model; `batch` names the Dim along which requests are stacked, `masks` by
     Dim the input whose zeros switch positions along it off."""
 
@@ -162,12 +162,18 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def input(self, name: str) -> TensorSpec:
         return next(tensor for tensor in self.inputs if tensor.name == name)
 
-    @property
+    @cached_property
     def stackable(self) -> bool:
         """True when every input and output has the batch axis, so that requests can share one run."""
         return self.batch is not None and all(
             tensor.axis_of(self.batch) is not None for tensor in (*self.inputs, *self.outputs)
         )
+
+    @cached_property
+    def batch_axes(self) -> dict[str, int]:
+        """The batch axis of each input and output that has one, by name."""
+        axes = {tensor.name: tensor.axis_of(self.batch) for tensor in (*self.inputs, *self.outputs)}
+        return {name: axis for name, axis in axes.items() if axis is not None}
 
     def check_inputs(self, arrays: Arrays) -> dict[str, int]:
         """Hold named arrays to this spec; returns the size of each Dim.

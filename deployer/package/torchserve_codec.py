@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
+
+import msgspec
 
 _BUFFER_BYTES = 1 << 20
 _KEPT_BYTES = 1 << 24  # a buffer that one huge message made larger is given back
@@ -33,8 +34,7 @@ _PREDICT = ord("I")
 _HEAD = _INT.pack(200) + _INT.pack(18) + b"Prediction success"
 
 
-@dataclass(frozen=True, slots=True)
-class WireRequest:
+class WireRequest(msgspec.Struct, frozen=True):
     """A request as the frontend sends it: header names in small letters; a body, from HTTP or gRPC, is one parameter,
     a form's fields are one each."""
 
@@ -43,8 +43,7 @@ class WireRequest:
     parameters: Mapping[str, bytearray]
 
 
-@dataclass(frozen=True, slots=True)
-class WireAnswer:
+class WireAnswer(msgspec.Struct, frozen=True):
     status: int
     content_type: str
     headers: Mapping[str, str]
@@ -84,7 +83,7 @@ class Reader:
             request_id = self._take(id_bytes)
             headers, parameters = {}, {}
             while (length := self._number()) != -1:
-                name = self._take(length).decode().lower()
+                name = _header_name(self._take(length))
                 headers[name] = self._take(self._number()).decode()
             while (length := self._number()) != -1:
                 key = self._take(length).decode()
@@ -124,6 +123,11 @@ class Reader:
             if received == 0:
                 raise HungUpError
             self._end += received
+
+
+@lru_cache(maxsize=1024)
+def _header_name(data: bytes) -> str:
+    return data.decode().lower()
 
 
 def encode_answers(requests: Sequence[WireRequest], answers: Sequence[WireAnswer]) -> bytes:

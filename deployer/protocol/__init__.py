@@ -23,7 +23,6 @@ Nothing is bent to fit: 1.5 is no integer, 1 is no bool, 300 is no uint8, NaN is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -61,8 +60,7 @@ __all__ = [
 NULLS = "X-Deployer-Nulls"
 
 
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(msgspec.Struct, frozen=True):
     """A valid request: arrays that fit the spec, with the batch axis where the model has one.
 
     `sizes` is the size of each Dim; `one_item` says that the batch axis was added here and must leave again; `ask` is
@@ -75,13 +73,12 @@ class Decoded:
     ask: oip.Ask | None = None
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True):
     """A body with what must stand in the header beside it."""
 
     body: bytes
     content_type: str
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------------ requests
@@ -153,6 +150,9 @@ def _is_one_item(arrays: Arrays, spec: ModelSpec) -> bool:
     """True when every array lacks exactly the batch axis; wrong ranks are left to the spec's own check."""
     if not spec.stackable:
         return False
+    if len(arrays) == 1 == len(spec.inputs):  # nothing to disagree with
+        array, tensor = next(iter(arrays.values())), spec.inputs[0]
+        return tensor.name in arrays and array.ndim == len(tensor.shape) - 1
     known = {tensor.name: tensor for tensor in spec.inputs if tensor.name in arrays}
     lacking = {name: len(tensor.shape) - arrays[name].ndim for name, tensor in known.items()}
     if not known or any(count not in (0, 1) for count in lacking.values()):

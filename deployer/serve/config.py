@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from deployer.machine import usable_cores
 from deployer.meters import SERIES
 
 LOOPBACK = "127.0.0.1"
@@ -52,6 +53,9 @@ def config_properties(
         "grpc_management_address": LOOPBACK,
         "grpc_inference_port": ports.grpc_inference,
         "grpc_management_port": ports.grpc_management,
+        # Threads that move bytes, of the server and to the workers: the cores are for the models.
+        "number_of_netty_threads": max(1, usable_cores() // 4),
+        "netty_client_threads": max(1, usable_cores() // 4),
         "load_models": ",".join(archives),
         "metrics_mode": "prometheus",
         "metrics_config": METRICS_FILE,
