@@ -13,11 +13,12 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from deployer.formats import Loaded
 from deployer.predictor import Predictor, Request, Response
