@@ -53,6 +53,10 @@ class Request(msgspec.Struct, frozen=True):
     #: the headers that it came with, names in small letters; a caller's span is among them (`deployer.tracing`)
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Without the headers: the token is among them."""
+        return f"Request({len(self.body)} bytes, {self.content_type!r}, accept={self.accept!r})"
+
 
 class Response(msgspec.Struct, frozen=True):
     """One answer. `run_requests` is the number of requests that shared the model run behind it (0: none was made);

@@ -42,7 +42,11 @@ def test_the_judge_sees_neighbours_that_get_anothers_answer(monkeypatch: pytest.
     predictor, rows = predictor_of("lookup"), Predictor._rows
     pair = [(True, Request(b'{"ids": [%d, 1, 2]}' % value, "application/json")) for value in (3, 4)]
     assert judge(predictor, pair, Count()) == []
-    monkeypatch.setattr(Predictor, "_rows", lambda self, outputs, start, stop: rows(self, outputs, 0, stop - start))
+
+    def first_rows(self: Predictor, outputs: Any, which: Any) -> Any:
+        return rows(self, outputs, slice(which.stop - which.start) if isinstance(which, slice) else which)
+
+    monkeypatch.setattr(Predictor, "_rows", first_rows)
     assert any("together" in fault for fault in judge(predictor, pair, Count()))
     monkeypatch.setattr(Predictor, "_rows", lambda *_: 1 / 0)
     monkeypatch.setattr(Predictor, "_stacked", lambda *_: 1 / 0)
