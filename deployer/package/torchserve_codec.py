@@ -29,6 +29,7 @@ _BUFFER_BYTES = 1 << 20
 _KEPT_BYTES = 1 << 24  # a buffer that one huge message made larger is given back
 _INT = struct.Struct("!i")
 _NEXT_BATCH_S = 0.5
+_READ_INT = _INT.unpack_from
 _END = _INT.pack(-1)
 _PREDICT = ord("I")
 _HEAD = _INT.pack(200) + _INT.pack(18) + b"Prediction success"
@@ -79,34 +80,40 @@ class Reader:
         if command != _PREDICT:
             raise ValueError(f"the frontend sent the command {chr(command)!r} to a worker that has its model")
         requests = WireBatch()
-        while (id_bytes := self._number()) != -1:
-            request_id = self._take(id_bytes)
+        while (request_id := self._next()) is not None:
             headers, parameters = {}, {}
-            while (length := self._number()) != -1:
-                name = _header_name(self._take(length))
-                headers[name] = self._take(self._number()).decode()
-            while (length := self._number()) != -1:
-                key = self._take(length).decode()
-                self._take(self._number())  # its content type, which stands among the headers as well
-                parameters[key] = bytearray(self._take(self._number()))  # torch wants arrays that it may write to
+            while (name := self._next()) is not None:
+                headers[_header_name(name)] = self._value().decode()
+            while (name := self._next()) is not None:
+                self._value()  # its content type, which stands among the headers as well
+                parameters[name.decode()] = bytearray(self._value())  # torch wants arrays that it may write to
             requests.append(WireRequest(request_id, headers, parameters))
         return requests
 
-    def _number(self) -> int:
+    def _next(self) -> bytes | None:
+        """The bytes that follow their length; None at the end of a list. Called some 20 times for a request: few steps."""
         start = self._start
         if self._end - start < 4:
             self._need(4)
             start = self._start
-        self._start = start + 4
-        number: int = _INT.unpack_from(self._buffer, start)[0]
-        return number
-
-    def _take(self, length: int) -> bytes:
-        if self._end - self._start < length:
+        length = _READ_INT(self._buffer, start)[0]
+        start += 4
+        if length < 0:
+            self._start = start
+            return None
+        stop = start + length
+        if stop > self._end:
+            self._start = start
             self._need(length)
-        start = self._start
-        self._start = stop = start + length
+            start, stop = self._start, self._start + length
+        self._start = stop
         return bytes(self._view[start:stop])
+
+    def _value(self) -> bytes:
+        value = self._next()
+        if value is None:
+            raise ValueError("the frontend sent a name without a value")
+        return value
 
     def _need(self, count: int) -> None:
         """Have `count` unread bytes in the buffer."""
