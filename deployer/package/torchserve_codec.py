@@ -91,7 +91,7 @@ class Reader:
         return requests
 
     def _next(self) -> bytes | None:
-        """The bytes that follow their length; None at the end of a list. Called some 20 times for a request: few steps."""
+        """The bytes that follow their length; None at the end of a list. Called 20 times a request, so in few steps."""
         start = self._start
         if self._end - start < 4:
             self._need(4)
