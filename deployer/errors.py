@@ -13,6 +13,7 @@ DeployerError                    2
 │   ├── NotBuiltYetError         2   a combination that deployer does not build
 │   └── RequestError             2   one request to a served model (HTTP 400; see `http_status`)
 ├── ServerError                  2   a server that cannot be reached, refuses the caller, or fails on a request
+├── TrainingError                1   a training run that cannot go on: a loss that is not finite, a dead process
 ├── GateError                    1   a gate failed: numerics, readiness, server parity
 ├── SomeTargetsFailedError       3   some targets are done, others failed, each named
 └── MachineError                 4   this machine lacks what was asked for; carries the install line
@@ -38,6 +39,7 @@ REASONS: dict[str, str] = {
     "nondeterministic": "draw no random numbers in eval mode; call dropout with training=self.training",
     "stateful": "pass what is kept between calls in and out as inputs and outputs",
     "train_mode": "leave train() out of forward, and let eval() reach every module",
+    "training_failed": "the message names the step; go on from the last save with other settings, or mend the data",
     "gate_failed": "read validation.json in the rejected bundle; export to a format that passes",
     "not_quantized": "export in fp32 or to another format; nothing in this graph computes in int8 there",
     "miscompiled": "export to another format; the compiler changed what the quantized model computes",
@@ -134,6 +136,11 @@ class ServerError(DeployerError):
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+class TrainingError(DeployerError):
+    exit_code = 1
+    reason = "training_failed"
 
 
 class GateError(DeployerError):

@@ -21,6 +21,7 @@ ORDER = [
     "padding",
     "samples",
     "checkpoint",
+    "training",
     "quantize",
     "formats",
     "bundle",
@@ -87,6 +88,12 @@ def test_handlers_import_the_predictor_and_their_servers_protocol_alone() -> Non
     for path in (ROOT / "handlers").glob("*.py"):
         rooms = {room for room, _ in imported_rooms(path)}
         assert rooms <= {"predictor", "package"}, f"{path} imports {sorted(rooms)}"
+
+
+def test_only_the_command_line_imports_training() -> None:
+    for path in PACKAGE_FILES:
+        if room_of(path) not in ("training", "cli"):
+            assert "training" not in {room for room, _ in imported_rooms(path)}, f"{path} imports deployer.training"
 
 
 def test_every_room_of_the_order_exists() -> None:

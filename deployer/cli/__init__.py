@@ -21,6 +21,7 @@ VERBS = {
     "init": "Write a commented deployer.yaml for a model.",
     "inspect": "Show what a checkpoint, bundle or .mar holds; runs no code.",
     "import": "Write a self-describing folder of any kind of checkpoint.",
+    "train": "Train a model; the run ends in a checkpoint folder.",
     "export": "Export a checkpoint, one gated bundle a target.",
     "validate": "Run the numeric gate again on this machine.",
     "package": "Make a .mar of a bundle that has passed the gate.",
