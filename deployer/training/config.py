@@ -374,6 +374,16 @@ def _rules(config: TrainConfig) -> list[tuple[bool, str]]:
         ),
         (config.log.every_steps >= 1, f"log.every_steps is {config.log.every_steps}; at least 1 is expected"),
         (
+            not config.qat.enabled,
+            "qat.enabled: training under INT8 rounding is not built yet; remove it, and calibrate after training with "
+            "deployer export --precision int8",
+        ),
+        (
+            not config.export_check.formats,
+            "export_check.formats: the check before training is not built yet; remove it, and export a checkpoint of "
+            "a run with max_steps: 1",
+        ),
+        (
             not config.qat.enabled or (not fsdp and not config.compile.enabled and not memory.checkpoint),
             "qat trains a captured graph, which has no blocks; remove compile and memory.checkpoint, and "
             "use ddp or none",
