@@ -117,11 +117,6 @@ class SaveConfig(Section, frozen=True, kw_only=True):
     background: bool = True
 
 
-class LogConfig(Section, frozen=True, kw_only=True):
-    every_steps: int = 10
-    tensorboard: bool = False
-
-
 class ExportCheckConfig(Section, frozen=True, kw_only=True):
     """Formats that the untrained model must pass the gate in before step 0."""
 
@@ -167,7 +162,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     compile: CompileConfig = CompileConfig()
     data: DataConfig = DataConfig()
     save: SaveConfig = SaveConfig()
-    log: LogConfig = LogConfig()
     export_check: ExportCheckConfig = ExportCheckConfig()
     qat: QatConfig = QatConfig()
 
@@ -177,7 +171,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         whole = msgspec.to_builtins(self)
         free = {
             *("task", "output", "device", "epochs", "max_steps", "validate_every_steps", "deterministic"),
-            *("parallel", "memory", "compile", "data", "save", "log", "export_check"),
+            *("parallel", "memory", "compile", "data", "save", "export_check"),
         }
         return {key: value for key, value in whole.items() if key not in free} | {"seed_items": self.data.seed_items}
 
@@ -372,7 +366,6 @@ def _rules(config: TrainConfig) -> list[tuple[bool, str]]:
             save.best is None or save.best.rpartition(":")[2] in ("min", "max"),
             f"save.best is '{save.best}'; NAME:min or NAME:max of a validation figure is expected",
         ),
-        (config.log.every_steps >= 1, f"log.every_steps is {config.log.every_steps}; at least 1 is expected"),
         (
             not config.qat.enabled,
             "qat.enabled: training under INT8 rounding is not built yet; remove it, and calibrate after training with "
