@@ -61,7 +61,7 @@ def test_what_is_drawn_is_of_every_kind() -> None:
     predictor, types, refused = predictor_of("lookup"), Counter[str](), Counter[str]()
 
     @seed(4)
-    @settings(QUICK, max_examples=300)
+    @settings(QUICK, max_examples=1200)
     @given(right_requests(spec), wrong_requests(spec))
     def one(right: Request, wrong: Request) -> None:
         types[right.content_type] += 1
