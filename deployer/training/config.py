@@ -367,22 +367,13 @@ def _rules(config: TrainConfig) -> list[tuple[bool, str]]:
             f"save.best is '{save.best}'; NAME:min or NAME:max of a validation figure is expected",
         ),
         (
-            not config.qat.enabled,
-            "qat.enabled: training under INT8 rounding is not built yet; remove it, and calibrate after training with "
+            config.qat == QatConfig(),
+            "qat: training under INT8 rounding is not built yet; remove it, and calibrate after training with "
             "deployer export --precision int8",
         ),
         (
-            not config.export_check.formats,
-            "export_check.formats: the check before training is not built yet; remove it, and export a checkpoint of "
+            config.export_check == ExportCheckConfig(),
+            "export_check: the check before training is not built yet; remove it, and export a checkpoint of "
             "a run with max_steps: 1",
-        ),
-        (
-            not config.qat.enabled or (not fsdp and not config.compile.enabled and not memory.checkpoint),
-            "qat trains a captured graph, which has no blocks; remove compile and memory.checkpoint, and "
-            "use ddp or none",
-        ),
-        (
-            not config.qat.enabled or config.precision == "fp32",
-            f"qat rounds to INT8 from fp32; precision {config.precision} would round twice: set precision to fp32",
         ),
     ]
