@@ -1,6 +1,6 @@
 """What is told of a run while it goes: records of steps, validations and saves, and who listens to them.
 
-A Watcher is called on process 0 alone, except for `wait` and `step`, which every process calls on its own.
+Every process calls its own Watchers; what only one of them shall do asks for `facts.world.first`.
 """
 
 from __future__ import annotations
