@@ -19,7 +19,7 @@ from torch import Tensor
 from deployer.errors import TrainingError, UsageError
 from deployer.training import Outcome, fit
 from deployer.training.data import Plan, Share
-from tests.training_tasks import Rows, Tokens
+from tests.training_tasks import Block, Rows, Tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE: dict[str, Any] = {
@@ -88,6 +88,9 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_equal_one(two_processes: Path, tmp_path: Path, way: str, load: str, task: type[Rows]) -> None:
     alone = trained(task(), tmp_path, **LOADS[load])[1]
+    if "clip_norm" in LOADS[load]:  # else nothing was clipped, and nothing compared
+        lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert any(line["grad_norm"] > LOADS[load]["clip_norm"] for line in lines if line["kind"] == "step")
     assert_same(weights(two_processes / f"{way}-{load}-{task.__name__}"), alone, 1e-5)
 
 
@@ -106,11 +109,20 @@ def test_accumulation_equals_one_large_batch(tmp_path: Path, task: type[Rows]) -
 
 
 @pytest.mark.parametrize("memory", [{}, {"checkpoint_every": 2}, {"checkpoint_keep": ["addmm"]}])
-def test_checkpointing_changes_no_bit(tmp_path: Path, memory: dict[str, Any]) -> None:
+def test_checkpointing_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
+    calls, forward = [0], Block.forward
+
+    def counted(self: Block, x: Tensor) -> Tensor:
+        calls[0] += 1
+        return forward(self, x)
+
+    monkeypatch.setattr(Block, "forward", counted)
     task = Rows(dropout=0.3, normalised=True)
     plain = trained(task, tmp_path / "plain")[1]
+    once, calls[0] = calls[0], 0
     again = trained(task, tmp_path / "again", memory={"checkpoint": ["Block"], **memory})[1]
     assert_same(again, plain)
+    assert calls[0] - once == 8 * (1 if "checkpoint_every" in memory else 2)  # 8 steps; blocks computed again
 
 
 def test_resume_mid_epoch_changes_no_bit(tmp_path: Path) -> None:
